@@ -1,0 +1,38 @@
+"""Data-parallel PyTorch training over MPI, from HDF5 files: the names below are the whole public interface.
+
+They are imported when first used, so that `import mpidp` starts neither MPI nor CUDA and loads no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from mpidp import errors
+
+if TYPE_CHECKING:
+    from mpidp.hdf5.batch import Batch
+    from mpidp.hdf5.loader import HDF5Loader
+    from mpidp.train.parallel import DataParallel
+    from mpidp.world.world import World, init
+
+__version__ = "0.1.0"
+__all__ = ["Batch", "DataParallel", "HDF5Loader", "World", "__version__", "errors", "init"]
+
+_HOMES = {
+    "Batch": "mpidp.hdf5.batch",
+    "DataParallel": "mpidp.train.parallel",
+    "HDF5Loader": "mpidp.hdf5.loader",
+    "World": "mpidp.world.world",
+    "init": "mpidp.world.world",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value  # the next use finds it without coming here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,25 @@
+"""What a user can mend: every error of this package that is not a bug derives from `MpidpError`."""
+
+
+class MpidpError(ValueError):
+    """Something the user can mend; its text says what is wrong, where, what was found and what to do."""
+
+
+class ConfigError(MpidpError):
+    """A run file or command line that cannot be used."""
+
+
+class DataError(MpidpError):
+    """A file, dataset or batch that cannot be used."""
+
+
+class LaunchError(MpidpError):
+    """The job was started in a way that cannot work: size, thread level, devices."""
+
+
+class MismatchError(MpidpError):
+    """Ranks that should agree do not: models, options, configurations."""
+
+
+class CheckpointError(MpidpError):
+    """A checkpoint that is missing, damaged or belongs to something else."""
