@@ -1,0 +1,222 @@
+"""Command-line words enter, an exit code leaves: 0 done, 1 failed, 2 usage or configuration, 130 interrupted.
+
+The top level imports nothing heavy and starts no MPI, so `mpidp --help` is instant and safe on a login node.
+Under a launcher every rank parses the same words; an error is printed once, by rank 0.
+"""
+
+import difflib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn
+
+import mpidp
+from mpidp.errors import ConfigError, MpidpError
+from mpidp.world.abort import SHARED_MARK
+from mpidp.world.launch import launch_facts
+
+if TYPE_CHECKING:
+    from mpidp.options import TrainOptions
+    from mpidp.tools.bench_options import AllreduceOptions, StepOptions
+    from mpidp.world.world import World
+
+DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+USAGE_TEXT = """usage: mpidp COMMAND ...
+
+Data-parallel PyTorch training over MPI, from HDF5 files.
+
+commands:
+  train RUN.toml [--SECTION.KEY=VALUE ...]   train; alone, or on every rank under mpiexec or srun
+        [--resume RUN_FOLDER]                continue a run from its newest checkpoint
+        [--dry-run] [--ranks N]              print shards, buckets and memory for N ranks; no MPI
+        [--print-config]                     print the effective configuration; no MPI
+  data inspect FILE                          describe an HDF5 file as the loader sees it
+  bench allreduce [OPTIONS]                  time the mean of a buffer over the ranks, under mpiexec or srun
+  bench step [OPTIONS]                       time a training step, likewise; --help lists the options
+
+options:
+  -h, --help       show this text; mpidp train [RUN.toml] --help lists every setting
+  --version        show the version
+
+exit codes: 0 done, 1 failed, 2 usage or configuration, 130 interrupted"""
+
+DATA_USAGE_TEXT = """usage: mpidp data inspect FILE
+
+Print the datasets of an HDF5 file (shape, dtype, layout, chunks, filters, size, attributes) and what the
+loader would make of them."""
+
+BENCH_USAGE_TEXT = """usage: mpidp bench COMMAND [OPTIONS]
+
+Measure on all ranks, under mpiexec or srun; every result is checked before it is timed.
+
+commands:
+  allreduce [--bytes N,N] [--reducers NAME,NAME] [--against gloo]   the mean of a buffer over the ranks
+  step [--model transformer|mlp] [--reducers NAME,NAME] [--against ddp]   a training step
+
+options of both: --repeats N, --json, --help
+fair figures on CPUs need OMP_NUM_THREADS set to the cores of a rank."""
+
+_HELP = ("-h", "--help")
+
+
+def run() -> NoReturn:
+    """Run the command line of this process and exit with its code: the console script `mpidp`."""
+    sys.exit(main())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; `argv` defaults to the words after the program's name.
+
+    An error that only this rank knows of is raised, not returned: the world's hooks then end the whole job.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words == ["--version"]:
+        _say(f"mpidp {mpidp.__version__}")
+        return DONE
+    try:
+        return _dispatch(words, _COMMANDS, "mpidp", USAGE_TEXT)
+    except MpidpError as error:
+        _leave_together(error)
+        notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
+        _complain(f"{error}{notes}")
+        return USAGE if isinstance(error, ConfigError) else FAILED
+    except KeyboardInterrupt:
+        if _is_one_of_many():
+            raise
+        _complain("interrupted")
+        return INTERRUPTED
+
+
+Command = Callable[[list[str]], int]
+
+
+def _dispatch(words: list[str], commands: dict[str, Command], prefix: str, usage: str) -> int:
+    """Answer help and version, or hand the remaining words to the command that the first word names."""
+    if not words or words[0] in _HELP:
+        _say(usage)
+        return DONE if words else USAGE
+    name, *rest = words
+    if name in commands:
+        return commands[name](rest)
+    close = difflib.get_close_matches(name, commands, n=1)
+    hint = f" Did you mean {prefix} {close[0]}?" if close else ""
+    known = ", ".join(commands)
+    raise ConfigError(f"unknown command {prefix} {name}.{hint} Known: {known}. See {prefix} --help.")
+
+
+def _data(words: list[str]) -> int:
+    return _dispatch(words, {"inspect": _inspect}, "mpidp data", DATA_USAGE_TEXT)
+
+
+def _inspect(words: list[str]) -> int:
+    if any(word in _HELP for word in words):
+        _say(DATA_USAGE_TEXT)
+        return DONE
+    if len(words) != 1:
+        raise ConfigError(f"mpidp data inspect takes one FILE; found {len(words)} words: {' '.join(words)}")
+    from mpidp.tools.inspect import inspect
+
+    _say(inspect(words[0]))
+    return DONE
+
+
+def _train(words: list[str]) -> int:
+    from mpidp.options import parse
+
+    try:
+        options = parse(words, console_outputs=launch_facts(os.environ).speaks)
+    except SystemExit as end:
+        return _parser_code(end)
+    if options.print_config:
+        return _print_config(options)
+    if options.dry_run:
+        return _dry_run(options)
+    from mpidp.train.trainer import train
+
+    train(options.config, options.resume)
+    return DONE
+
+
+def _bench(words: list[str]) -> int:
+    from mpidp.tools.bench_options import AllreduceOptions, StepOptions
+
+    commands: dict[str, Command] = {
+        "allreduce": partial(_measure, AllreduceOptions),
+        "step": partial(_measure, StepOptions),
+    }
+    return _dispatch(words, commands, "mpidp bench", BENCH_USAGE_TEXT)
+
+
+def _measure(kind: "type[AllreduceOptions] | type[StepOptions]", words: list[str]) -> int:
+    from mpidp.tools.bench_options import parse
+
+    try:
+        options = parse(kind, words, console_outputs=launch_facts(os.environ).speaks)
+    except SystemExit as end:
+        return _parser_code(end)
+    from mpidp.tools.bench import bench
+
+    _say(bench(options))
+    return DONE
+
+
+def _parser_code(end: SystemExit) -> int:
+    """The parser has printed help (0) or what is wrong (2)."""
+    return DONE if end.code in (None, 0) else USAGE
+
+
+def _print_config(options: "TrainOptions") -> int:
+    from mpidp.config import to_toml
+
+    _say(to_toml(options.config).rstrip("\n"))
+    return DONE
+
+
+def _dry_run(options: "TrainOptions") -> int:
+    facts = launch_facts(os.environ)
+    if not facts.speaks:
+        return DONE  # one process answers for all
+    from mpidp.tools.plan import plan
+    from mpidp.train.components import build_model, build_optimizer
+
+    model = build_model(options.config)
+    make_optimizer = partial(build_optimizer, options.config.optimizer)
+    _say(plan(options.config, model, make_optimizer, options.ranks or facts.size or 1))
+    return DONE
+
+
+_COMMANDS: dict[str, Command] = {"train": _train, "data": _data, "bench": _bench}
+
+
+def _leave_together(error: MpidpError) -> None:
+    """Let this rank exit by itself if every rank does; raise the error again if the others do not know it."""
+    if not _is_one_of_many():
+        return
+    if not getattr(error, SHARED_MARK, False):
+        raise error
+    world = _world()
+    assert world is not None
+    world.guard.remove()
+
+
+def _is_one_of_many() -> bool:
+    world = _world()
+    return world is not None and world.size > 1
+
+
+def _world() -> "World | None":
+    """Return this process's world if it has been started, without importing what would start MPI."""
+    module = sys.modules.get("mpidp.world.world")
+    return module.current() if module else None
+
+
+def _say(text: str) -> None:
+    if launch_facts(os.environ).speaks:
+        print(text)
+
+
+def _complain(text: str) -> None:
+    if launch_facts(os.environ).speaks:
+        print(f"mpidp: error: {text}", file=sys.stderr)

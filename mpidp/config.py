@@ -1,0 +1,242 @@
+"""A run file (TOML) enters, a typed `RunConfig` leaves; and back, for the record in the run folder.
+
+Defaults < file < command line (`mpidp.options`). The text under each field is its help on the command line.
+Relative paths are relative to the current folder.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from mpidp import toml
+from mpidp.errors import ConfigError
+
+Arguments = dict[str, Any]  # keyword arguments by name: strings, numbers, booleans, and lists of these
+Check = tuple[Callable[[Any], bool], str]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSection:
+    """What this run is called and what makes it repeatable."""
+
+    name: str = "run"
+    """Name of the run; its folder is FOLDER/NAME, never overwritten."""
+    folder: str = "runs"
+    """Folder that holds the run folders; made if absent."""
+    seed: int = 0
+    """Seed of initial weights, sample order and split."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSection:
+    """HDF5 files and the order in which their samples are read."""
+
+    train: tuple[str, ...] = ()
+    """HDF5 files to train on; several are read as one data set."""
+    validation: tuple[str, ...] = ()
+    """HDF5 files to evaluate on after each epoch."""
+    validation_fraction: float = 0.0
+    """Share of the training samples set aside for evaluation, in [0, 1); instead of validation files."""
+    fields: tuple[str, ...] = ("x", "y")
+    """Datasets in the files that make up a sample, in the order the model and the loss take them."""
+    global_batch: int = 64
+    """Samples of one optimizer step over all ranks; more ranks change speed, not the model."""
+    shuffle: Literal["lanes", "full", "none"] = "lanes"
+    """Order of samples: lanes (whole chunks, mixed; fast), full (uniform; slow on chunked files), none."""
+    lanes: int = 0
+    """Virtual workers of the order; 0 chooses from the file, never from the number of ranks."""
+    mixing_chunks: int = 4
+    """Chunks of a lane whose rows are mixed with each other."""
+    transform: str = ""
+    """Built-in transform of a batch, or module:function; empty for none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSection:
+    """The model; the table model.arguments holds its keyword arguments."""
+
+    name: str = ""
+    """Built-in model, or module:function that returns a torch.nn.Module."""
+    arguments: Arguments = dataclasses.field(default_factory=dict)
+    """Keyword arguments of the model, such as model.arguments.width."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LossSection:
+    """The loss; the table loss.arguments holds its keyword arguments."""
+
+    name: str = "cross_entropy"
+    """Function of torch.nn.functional, or module:function, that returns the mean loss of a batch."""
+    arguments: Arguments = dataclasses.field(default_factory=dict)
+    """Keyword arguments of the loss."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerSection:
+    """The optimizer; the table optimizer.arguments holds its other keyword arguments."""
+
+    name: str = "AdamW"
+    """Class of torch.optim, or module:class."""
+    lr: float = 1e-3
+    """Learning rate."""
+    arguments: Arguments = dataclasses.field(default_factory=dict)
+    """Keyword arguments of the optimizer, such as optimizer.arguments.weight_decay."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SchedulerSection:
+    """The learning-rate schedule; the table scheduler.arguments holds its keyword arguments."""
+
+    name: str = ""
+    """Class of torch.optim.lr_scheduler, or module:class, stepped once an optimizer step; empty for none."""
+    arguments: Arguments = dataclasses.field(default_factory=dict)
+    """Keyword arguments of the scheduler."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainSection:
+    """The training loop and how gradients are averaged over ranks."""
+
+    epochs: int = 1
+    """Passes over the training samples."""
+    clip_norm: float = 0.0
+    """Largest norm of the averaged gradient; 0 for no clipping."""
+    micro_batch: int = 0
+    """Largest number of samples a rank computes at once, gradients accumulated; 0 for its whole share."""
+    dtype: Literal["float32", "float64"] = "float32"
+    """Dtype of parameters and floating-point inputs."""
+    reducer: Literal["auto", "naive", "flat", "staged", "null"] = "auto"
+    """How buckets are summed over ranks; auto measures once at start and says what it chose and why."""
+    bucket_bytes: int = 25 * 2**20
+    """Size of a gradient bucket in bytes."""
+    threads: int = 0
+    """CPU threads of torch on each rank; 0 shares the cores of the node among its ranks."""
+    on_end: str = ""
+    """Built-in, or module:function, called on rank 0 at the end; empty for none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointSection:
+    """When to save and how many checkpoints to keep."""
+
+    every_epochs: int = 1
+    """Save after this many epochs; 0 for never."""
+    every_steps: int = 0
+    """Save after this many optimizer steps too; 0 for never."""
+    keep: int = 3
+    """Newest checkpoints kept; older ones are deleted."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LogSection:
+    """How often progress is reported."""
+
+    every_steps: int = 10
+    """Optimizer steps between two lines of metrics.jsonl; 0 for epochs only."""
+    progress_s: float = 2.0
+    """Seconds between two progress reports on the terminal."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """Everything a training run is told, one section a field."""
+
+    run: RunSection = RunSection()
+    data: DataSection = DataSection()
+    model: ModelSection = dataclasses.field(default_factory=ModelSection)
+    loss: LossSection = dataclasses.field(default_factory=LossSection)
+    optimizer: OptimizerSection = dataclasses.field(default_factory=OptimizerSection)
+    scheduler: SchedulerSection = dataclasses.field(default_factory=SchedulerSection)
+    train: TrainSection = TrainSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    log: LogSection = LogSection()
+
+
+def load(path: str | Path) -> RunConfig:
+    """Read a run file over the defaults.
+
+    Types and keys are checked here and values by `validate`, because the command line may still change them.
+    Raises `ConfigError` naming the file and the line or key.
+    """
+    return from_dict(toml.read(Path(path)), source=str(path))
+
+
+def from_dict(table: Mapping[str, Any], source: str = "configuration") -> RunConfig:
+    """Make a `RunConfig` from nested dicts over the defaults; errors name their origin, `source`."""
+    return toml.into(RunConfig, table, source)
+
+
+def to_toml(config: RunConfig) -> str:
+    """Return the whole configuration, defaults included, as TOML text that `load` reads back equal."""
+    table = dataclasses.asdict(config)
+    for section in table.values():
+        if not section.get("arguments", True):
+            del section["arguments"]
+    return toml.write(table)
+
+
+def validate(config: RunConfig) -> None:
+    """Check every value that needs no other file; raises one `ConfigError` that lists all faults."""
+    table = dataclasses.asdict(config)
+    faults = []
+    for key, (is_allowed, allowed) in _CHECKS.items():
+        section, name = key.split(".")
+        value = table[section][name]
+        if not is_allowed(value):
+            faults.append(f"{key} = {value!r}; expected {allowed}.")
+    for section, values in table.items():
+        odd = [name for name in values.get("arguments", {}) if not name.isidentifier()]
+        faults += [f"{section}.arguments has {name!r}; expected a keyword argument's name." for name in odd]
+    if "lr" in config.optimizer.arguments:
+        faults.append("optimizer.arguments.lr is set; the learning rate belongs in optimizer.lr.")
+    if config.data.validation and config.data.validation_fraction:
+        faults.append("data.validation and data.validation_fraction are both set; set one of them.")
+    if faults:
+        raise ConfigError("\n  ".join(faults))
+
+
+def _at_least(least: int) -> Check:
+    return (lambda value: least <= value), f"an integer of at least {least}"
+
+
+def _names_are_distinct(names: tuple[str, ...]) -> bool:
+    return 0 < len(names) == len(set(names)) and "" not in names
+
+
+_NAME = re.compile(r"[^\W\d]\w*(\.\w+)*(:[^\W\d]\w*(\.\w+)*)?")
+_POSITIVE: Check = (lambda value: value > 0 and math.isfinite(value)), "a positive number"
+_REQUIRED: Check = (lambda name: bool(_NAME.fullmatch(name))), "a built-in name or module:function"
+_OPTIONAL: Check = (lambda name: not name or bool(_NAME.fullmatch(name))), f"{_REQUIRED[1]}, or empty"
+
+_CHECKS: dict[str, Check] = {
+    "run.name": ((lambda name: name == Path(name).name not in ("", "..")), "a folder name without slashes"),
+    "run.folder": (bool, "a folder"),
+    "run.seed": _at_least(0),
+    "data.train": ((lambda files: bool(files) and "" not in files), "at least one HDF5 file"),
+    "data.validation": ((lambda files: "" not in files), "HDF5 files, or none"),
+    "data.validation_fraction": ((lambda fraction: 0 <= fraction < 1), "a number in [0, 1)"),
+    "data.fields": (_names_are_distinct, "at least one dataset, each once"),
+    "data.global_batch": _at_least(1),
+    "data.lanes": _at_least(0),
+    "data.mixing_chunks": _at_least(1),
+    "data.transform": _OPTIONAL,
+    "model.name": _REQUIRED,
+    "loss.name": _REQUIRED,
+    "optimizer.name": _REQUIRED,
+    "optimizer.lr": _POSITIVE,
+    "scheduler.name": _OPTIONAL,
+    "train.epochs": _at_least(1),
+    "train.clip_norm": ((lambda norm: norm >= 0 and math.isfinite(norm)), "a number of at least 0"),
+    "train.micro_batch": _at_least(0),
+    "train.bucket_bytes": _at_least(1),
+    "train.threads": _at_least(0),
+    "train.on_end": _OPTIONAL,
+    "checkpoint.every_epochs": _at_least(0),
+    "checkpoint.every_steps": _at_least(0),
+    "checkpoint.keep": _at_least(1),
+    "log.every_steps": _at_least(0),
+    "log.progress_s": _POSITIVE,
+}
