@@ -1,0 +1,99 @@
+"""An exception nobody caught in, the end of the whole job out, with the cause on the screen.
+
+A rank that dies quietly leaves the others waiting in a collective until the time limit. So every way out of a rank
+that means failure (an uncaught exception in any thread, `sys.exit(n)` with n not 0) prints what happened, tagged with
+rank and node, and aborts all ranks.
+"""
+
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NoReturn, TextIO
+
+# How long a rank waits for rank 0 to print an error that all ranks share, before it ends the job itself.
+SHARED_ERROR_GRACE_S = 10.0
+# Attribute of an exception that every rank raises at the same point; see World.together.
+SHARED_MARK = "mpidp_on_all_ranks"
+
+
+class AbortGuard:
+    """Hooks that turn the failure of this rank into the end of the job. `abort(code)` must not return."""
+
+    def __init__(self, rank: int, size: int, host: str, abort: Callable[[int], None], stream: TextIO | None = None):
+        self.rank = rank
+        self.tag = f"[rank {rank} of {size} on {host}]"
+        self.abort = abort
+        self.stream = stream
+        self._saved: tuple[Any, Any, Any] | None = None
+
+    def install(self) -> None:
+        """Puts the hooks in place; a second call changes nothing."""
+        if self._saved is not None:
+            return
+        self._saved = (sys.excepthook, threading.excepthook, sys.exit)
+        sys.excepthook = self.on_exception
+        threading.excepthook = self.on_thread_exception
+        sys.exit = self.exit
+
+    def remove(self) -> None:
+        """Puts the former hooks back: from here on this rank may leave with any exit code, as all ranks do."""
+        if self._saved is None:
+            return
+        sys.excepthook, threading.excepthook, sys.exit = self._saved
+        self._saved = None
+
+    def on_exception(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None, where: str = ""
+    ) -> None:
+        """Prints the traceback, tagged, and aborts. An error shared by all ranks is printed by rank 0 alone."""
+        if getattr(error, SHARED_MARK, False) and self.rank != 0:
+            time.sleep(SHARED_ERROR_GRACE_S)  # rank 0's abort ends this sleep; after it nobody else will
+        self._print(f"{self.tag}{where} " + "".join(traceback.format_exception(kind, error, trace)))
+        self.abort(128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1)
+
+    def on_thread_exception(self, arguments: "threading.ExceptHookArgs") -> None:
+        """The same for a helper thread; SystemExit in a thread ends only that thread, as Python has it."""
+        if arguments.exc_type is SystemExit:
+            return
+        error = arguments.exc_value or arguments.exc_type()
+        name = arguments.thread.name if arguments.thread else "unknown"
+        self.on_exception(arguments.exc_type, error, arguments.exc_traceback, f" in thread {name}")
+
+    def exit(self, code: Any = None) -> NoReturn:
+        """`sys.exit` that is noticed when nobody catches it."""
+        if code is None or code == 0 or threading.current_thread() is not threading.main_thread():
+            raise SystemExit(code)
+        raise _WatchedExit(code, self)
+
+    def on_exit(self, code: Any) -> None:
+        """The interpreter is going down with a code that is not 0."""
+        self._print(f"{self.tag} left the job with sys.exit({code!r})")
+        self.abort(code if isinstance(code, int) else 1)
+
+    def _print(self, text: str) -> None:
+        sys.stdout.flush()
+        stream = self.stream or sys.stderr
+        stream.write(text if text.endswith("\n") else text + "\n")
+        stream.flush()
+
+
+class _WatchedExit(SystemExit):
+    """A SystemExit that tells whether it ended the interpreter or was caught.
+
+    Python offers no hook for an uncaught SystemExit, and at-exit handlers are not told the code. But the interpreter
+    drops the exception after the last Python frame is gone, while code that catches it still has a frame.
+    """
+
+    def __init__(self, code: Any, guard: AbortGuard):
+        super().__init__(code)
+        self.guard = guard
+
+    def __del__(self) -> None:
+        try:
+            sys._getframe(1)
+        except ValueError:
+            self.guard.on_exit(self.code)

@@ -1,0 +1,163 @@
+"""Environment variables in, launch facts out: which launcher started this process, as which rank of how many.
+
+Pure: nothing here starts MPI, so a login node, `--help` and the error for a wrong launch can all use it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# Slurm numbers its special steps (batch script, extern, interactive) from here up; they are shells, not parallel steps.
+FIRST_SPECIAL_SLURM_STEP = 0xFFFFFFF0
+
+LAUNCHER_PREFIXES = (
+    "OMPI_",
+    "PMIX_",
+    "PRTE_",
+    "PMI_",
+    "PMI2_",
+    "HYDI_",
+    "HYDRA_",
+    "MPI_LOCAL",
+    "I_MPI_HYDRA",
+    "PALS_",
+    "MV2_",
+    "MVP_",
+    "SLURM_",
+)
+
+
+@dataclass(frozen=True)
+class LaunchFacts:
+    """What the launcher said. `None` where it said nothing; `launcher` is "none" for a plain `python script.py`."""
+
+    launcher: str
+    rank: int | None = None
+    size: int | None = None
+    local_rank: int | None = None
+    local_size: int | None = None
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process is the one of its job that prints."""
+        return self.rank in (None, 0)
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The variables in which one launcher tells its facts; the first name that is set counts."""
+
+    launcher: str
+    rank: tuple[str, ...]
+    size: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    local_size: tuple[str, ...]
+
+
+# In this order: a launcher's own variables are nearer to the process than the PMI ones it may also set.
+_LAUNCHERS = (
+    _Names(
+        "Open MPI's mpiexec",
+        ("OMPI_COMM_WORLD_RANK",),
+        ("OMPI_COMM_WORLD_SIZE",),
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    _Names(
+        "MVAPICH's launcher",
+        ("MV2_COMM_WORLD_RANK", "MVP_COMM_WORLD_RANK"),
+        ("MV2_COMM_WORLD_SIZE", "MVP_COMM_WORLD_SIZE"),
+        ("MV2_COMM_WORLD_LOCAL_RANK", "MVP_COMM_WORLD_LOCAL_RANK"),
+        ("MV2_COMM_WORLD_LOCAL_SIZE", "MVP_COMM_WORLD_LOCAL_SIZE"),
+    ),
+    _Names(
+        "PALS",
+        ("PALS_RANKID",),
+        ("PALS_NRANKS", "PMI_SIZE"),
+        ("PALS_LOCAL_RANKID",),
+        ("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
+    ),
+    _Names(
+        "Hydra's mpiexec",
+        ("PMI_RANK",),
+        ("PMI_SIZE",),
+        ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+    ),
+)
+
+
+def launch_facts(environment: Mapping[str, str]) -> LaunchFacts:
+    """Reads the launcher's variables; those of Slurm's step count only when no MPI launcher is nearer.
+
+    (`mpiexec` inside an allocation starts its own processes through a Slurm step, whose task count is that of the
+    launcher's daemons.)
+    """
+    in_step = _is_slurm_step(environment)
+    for names in _LAUNCHERS:
+        rank = _first(environment, names.rank)
+        if rank is None:
+            continue
+        # `srun --mpi=pmi2` speaks PMI itself; what the user typed, and must change, is then the srun command. Hydra's
+        # processes run in the step of its daemons, but know more than srun tells.
+        by_srun = in_step and names.rank == ("PMI_RANK",) and "MPI_LOCALRANKID" not in environment
+        launcher = "Slurm's srun" if by_srun else names.launcher
+        if launcher == "Hydra's mpiexec" and "I_MPI_HYDRA_TOPOLIB" in environment:
+            launcher = "Intel MPI's mpiexec"
+        return LaunchFacts(
+            launcher,
+            rank,
+            _first(environment, names.size),
+            _first(environment, names.local_rank),
+            _first(environment, names.local_size),
+        )
+    if in_step:
+        return LaunchFacts(
+            "Slurm's srun",
+            _first(environment, ("SLURM_PROCID",)),
+            _first(environment, ("SLURM_STEP_NUM_TASKS",)),
+            _first(environment, ("SLURM_LOCALID",)),
+        )
+    return LaunchFacts("none")
+
+
+def size_mismatch(facts: LaunchFacts, mpi_size: int, library: str) -> str | None:
+    """The error text when MPI has another size than the launcher meant, else None.
+
+    Args:
+        facts: what the launcher said.
+        mpi_size: size of MPI's world.
+        library: first line of the MPI library's version text.
+    """
+    if facts.size is None or facts.size == mpi_size:
+        return None
+    return (
+        f"{facts.launcher} started {facts.size} processes, but MPI sees {mpi_size}: every process would train alone. "
+        f"The MPI library loaded here is {library}; it does not understand this launcher. {_advice(facts, library)}"
+    )
+
+
+def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a child process that starts MPI on its own and must not be taken for a rank of this job."""
+    return {key: value for key, value in environment.items() if not key.startswith(LAUNCHER_PREFIXES)}
+
+
+def _advice(facts: LaunchFacts, library: str) -> str:
+    pmi = "pmix" if "Open MPI" in library else "pmi2"
+    if facts.launcher == "Slurm's srun":
+        return f"Start it with `srun --mpi={pmi} ...` (see `srun --mpi=list`), or with that library's own mpiexec."
+    return "Start it with the mpiexec that belongs to this library (same folder or same module), or load the other one."
+
+
+def _is_slurm_step(environment: Mapping[str, str]) -> bool:
+    """A step started by srun. A batch script also has SLURM_* variables, but is one shell, not a parallel step."""
+    step = _first(environment, ("SLURM_STEP_ID", "SLURM_STEPID"))
+    tasks = environment.get("SLURM_STEP_NUM_TASKS")
+    return step is not None and step < FIRST_SPECIAL_SLURM_STEP and tasks is not None
+
+
+def _first(environment: Mapping[str, str], names: tuple[str, ...]) -> int | None:
+    for name in names:
+        text = environment.get(name, "")
+        if text.isdigit():
+            return int(text)
+    return None

@@ -1,0 +1,40 @@
+"""One rank's exception in, the same exception on every rank out, so that all leave together and nobody waits."""
+
+import pickle
+from typing import cast
+
+from mpidp.errors import MpidpError
+from mpidp.world.abort import SHARED_MARK
+from mpidp.world.mpi import MPI
+
+
+def share_error(comm: MPI.Intracomm, error: Exception | None, note: str) -> None:
+    """Raises on every rank when some rank brings an error, else returns on every rank. Collective.
+
+    All ranks raise the error of the lowest failing rank: that rank its own, which has the traceback, the others a
+    copy of the same type and text. The note says where it came from.
+    """
+    failing = comm.allreduce(comm.size if error is None else comm.rank, op=MPI.MIN)
+    if failing == comm.size:
+        return
+    mine = error is not None and comm.rank == failing
+    if mine:
+        assert error is not None
+        error.add_note(note)
+    copy = comm.bcast(_portable(error) if mine else None, root=failing)
+    shared = error if mine else cast(Exception, copy)
+    assert shared is not None
+    setattr(shared, SHARED_MARK, True)
+    raise shared
+
+
+def _portable(error: Exception | None) -> Exception:
+    """An equal exception that survives pickling; a MpidpError with the same text when the original does not."""
+    try:
+        return cast(Exception, pickle.loads(pickle.dumps(error)))
+    except Exception:
+        # Some exceptions cannot be rebuilt from their arguments. The type's name and the text are what matters.
+        copy = MpidpError(f"{type(error).__name__}: {error}")
+        for note in getattr(error, "__notes__", []):
+            copy.add_note(note)
+        return copy

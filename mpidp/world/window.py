@@ -1,0 +1,61 @@
+"""A number of bytes in, memory that all ranks of a node can read and write out."""
+
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mpidp.world.mpi import MPI
+
+PAGE_BYTES = 4096
+SHARED_MEMORY = "/dev/shm"
+
+
+class SharedWindow:
+    """Equal segments of node-shared memory, one for each rank of the node. Construction is collective on the node.
+
+    It is never freed before the program ends: tensors may still point into it, and freeing is collective, which a
+    garbage collector cannot be.
+
+    Attributes:
+        segments: one uint8 tensor a rank of the node, page-aligned and zeroed; all alias the same memory everywhere.
+
+    Args:
+        node_comm: the ranks of this node.
+        num_bytes: size of one segment; the same on every rank.
+    """
+
+    def __init__(self, node_comm: MPI.Intracomm, num_bytes: int):
+        self._comm = node_comm
+        # Segments need not be neighbours: each may then lie in the memory nearest to its rank.
+        info = MPI.Info.Create({"alloc_shared_noncontig": "true"})
+        size = -(-max(num_bytes, 1) // PAGE_BYTES) * PAGE_BYTES
+        self._window = MPI.Win.Allocate_shared(size, 1, info, node_comm)
+        info.Free()
+        self.segments: Sequence[Tensor] = [
+            torch.frombuffer(self._window.Shared_query(rank)[0], dtype=torch.uint8) for rank in range(node_comm.size)
+        ]
+        # One passive epoch for the whole life. In it, load and store are allowed, and Sync orders them.
+        self._window.Lock_all(MPI.MODE_NOCHECK)
+        self.segments[node_comm.rank].zero_()  # the first touch, by the rank whose gradients will lie there
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """Afterwards every rank of the node sees what all of them stored before. Collective on the node.
+
+        In MPI's unified memory model stores become visible "eventually"; Win.Sync is the memory barrier that makes
+        those before it visible, the Barrier orders the ranks, and the second Sync keeps later loads from being taken
+        from before it.
+        """
+        self._window.Sync()
+        self._comm.Barrier()
+        self._window.Sync()
+
+
+def free_shared_memory() -> int | None:
+    """Bytes left for shared memory on this node; None where it cannot be asked. Not collective."""
+    if not os.path.isdir(SHARED_MEMORY):
+        return None
+    facts = os.statvfs(SHARED_MEMORY)
+    return facts.f_bavail * facts.f_frsize

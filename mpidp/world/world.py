@@ -1,0 +1,239 @@
+"""A started process in, its World out: rank, node, device, and a few collective helpers on a private communicator.
+
+Every method that says "collective" must be called by all ranks, in the same order.
+"""
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar, cast
+
+import torch
+
+from mpidp.errors import LaunchError
+from mpidp.world.abort import AbortGuard
+from mpidp.world.awareness import Awareness, decide, library_hint, probe_in_child
+from mpidp.world.device import check_not_shared, device_uuid, set_device
+from mpidp.world.launch import launch_facts, size_mismatch
+from mpidp.world.mpi import MPI
+from mpidp.world.shared_error import share_error
+from mpidp.world.topology import Topology, make_topology
+
+T = TypeVar("T")
+log = logging.getLogger("mpidp")
+
+# Autograd runs the end of a CUDA backward pass in its own thread while the training thread waits, and that is where
+# gradients are reduced: MPI must accept calls from different threads, one at a time.
+REQUIRED_THREAD_LEVEL = MPI.THREAD_SERIALIZED
+POLL_S = 0.0005
+_THREAD_LEVELS = {
+    MPI.THREAD_SINGLE: "MPI_THREAD_SINGLE",
+    MPI.THREAD_FUNNELED: "MPI_THREAD_FUNNELED",
+    MPI.THREAD_SERIALIZED: "MPI_THREAD_SERIALIZED",
+    MPI.THREAD_MULTIPLE: "MPI_THREAD_MULTIPLE",
+}
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of this job, seen from one of them.
+
+    Attributes:
+        rank, size: this process among all.
+        local_rank, local_size: this process among those on its node.
+        node, num_nodes: number of this node, and of all; nodes are numbered by their lowest rank.
+        host: name of this node.
+        device: where this rank computes.
+        cuda_aware: whether MPI may be given this device's memory, and why.
+        comm: mpidp's own duplicate of MPI.COMM_WORLD; its traffic never mixes with the user's.
+        node_comm: the ranks of this node.
+        topology: the communicators that gradients are reduced on.
+        guard: ends the job when this rank fails.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: int
+    num_nodes: int
+    host: str
+    device: torch.device
+    cuda_aware: Awareness
+    comm: MPI.Intracomm = field(repr=False)
+    node_comm: MPI.Intracomm = field(repr=False)
+    topology: Topology = field(repr=False)
+    guard: AbortGuard = field(repr=False)
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on some rank. Collective."""
+        return bool(self.comm.allreduce(bool(flag), op=MPI.LOR))
+
+    def all(self, flag: bool) -> bool:
+        """Whether the flag is set on every rank. Collective."""
+        return bool(self.comm.allreduce(bool(flag), op=MPI.LAND))
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """The sums over ranks, in float64, of a list of equal length on every rank. Collective."""
+        sums = torch.tensor(list(values), dtype=torch.float64)
+        self.comm.Allreduce(MPI.IN_PLACE, sums.numpy(), op=MPI.SUM)
+        return cast(list[float], sums.tolist())
+
+    def mean(self, value: float, weight: float = 1.0) -> float:
+        """The mean over ranks, weighted. A rank with weight 0 adds nothing, even if its value is NaN. Collective.
+
+        Raises:
+            ValueError: the weights of all ranks sum to 0.
+        """
+        total, weights = self.sum([value * weight if weight else 0.0, weight])
+        if weights == 0:
+            raise ValueError("mean over ranks whose weights sum to 0: no rank has anything to average")
+        return total / weights
+
+    def broadcast(self, obj: T | None) -> T:
+        """Rank 0's object, on every rank. Collective; for small objects (it is pickled)."""
+        return cast(T, self.comm.bcast(obj, root=0))
+
+    def barrier(self, timeout_s: float | None = None) -> None:
+        """Waits until every rank is here. Collective.
+
+        It polls with short sleeps, so that waiting ranks leave the cores to the working ones.
+
+        Raises:
+            TimeoutError: after `timeout_s` seconds some rank had not come; the job should end then.
+        """
+        request = self.comm.Ibarrier()
+        start = time.monotonic()
+        while not request.Test():
+            if timeout_s is not None and time.monotonic() - start > timeout_s:
+                raise TimeoutError(
+                    f"barrier: rank {self.rank} on {self.host} waited {timeout_s} s; some rank did not come"
+                )
+            time.sleep(POLL_S)
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """A block whose exception on any rank is raised on every rank. Collective, at the end of the block.
+
+        The block must not hold collectives that a failing rank would miss. All ranks raise the exception of the
+        lowest failing rank, with a note that names that rank.
+
+        Args:
+            what: what the block does, for the note, e.g. "opening the data".
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        share_error(self.comm, error, f"on rank {self.rank} of {self.size} ({self.host}), {what}")
+
+    def from_root(self, function: Callable[[], T]) -> T:
+        """Rank 0 calls the function; its result, or its exception, reaches every rank. Collective."""
+        result: T | None = None
+        with self.together("for all ranks"):
+            if self.rank == 0:
+                result = function()
+        return self.broadcast(result)
+
+    def say(self, text: str) -> None:
+        """One line from the job: rank 0 prints it, the other ranks do not. Not collective."""
+        if self.rank == 0:
+            print(f"mpidp: {text}", flush=True)
+
+
+_world: World | None = None
+
+
+def init(*, share_gpu: bool = False) -> World:
+    """Starts MPI if needed and returns this process's World. Idempotent. Collective at the first call.
+
+    Without a launcher this is a world of size 1. From here on an uncaught exception on any rank ends the whole job.
+
+    Args:
+        share_gpu: allow two ranks of a node to use one GPU (also `MPIDP_SHARE_GPU=1`).
+
+    Raises:
+        LaunchError: MPI has another size than the launcher meant; MPI's thread level is too low; two local ranks
+            share a GPU.
+    """
+    global _world
+    if _world is None:
+        _start_mpi()
+        _world = _make_world(share_gpu or os.environ.get("MPIDP_SHARE_GPU") == "1")
+    return _world
+
+
+def current() -> World | None:
+    """The World that `init` made in this process, or None. Starts nothing."""
+    return _world
+
+
+def _start_mpi() -> None:
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    level = MPI.Query_thread()
+    library = MPI.Get_library_version().splitlines()[0].strip("\0 ")
+    if level < REQUIRED_THREAD_LEVEL:
+        raise LaunchError(
+            f"MPI was started with {_THREAD_LEVELS[level]}, mpidp needs {_THREAD_LEVELS[REQUIRED_THREAD_LEVEL]} "
+            f"or more ({library}). Call mpidp.init() before anything else starts MPI, or start it with "
+            f"MPI.Init_thread(MPI.THREAD_MULTIPLE)."
+        )
+    mismatch = size_mismatch(launch_facts(os.environ), MPI.COMM_WORLD.size, library)
+    if mismatch is not None:
+        raise LaunchError(mismatch)
+
+
+def _make_world(share_gpu: bool) -> World:
+    comm = MPI.COMM_WORLD.Dup()
+    node_comm = cast(MPI.Intracomm, comm.Split_type(MPI.COMM_TYPE_SHARED))
+    topology = make_topology(comm)
+    host = socket.gethostname()
+    guard = AbortGuard(comm.rank, comm.size, host, MPI.COMM_WORLD.Abort)
+    if comm.size > 1:
+        guard.install()
+    device = set_device(node_comm.rank)
+    if not share_gpu:
+        _check_not_shared(comm, node_comm, device, host)
+    return World(
+        rank=comm.rank,
+        size=comm.size,
+        local_rank=node_comm.rank,
+        local_size=node_comm.size,
+        node=topology.node,
+        num_nodes=topology.num_nodes,
+        host=host,
+        device=device,
+        cuda_aware=_decide_awareness(comm, node_comm, device),
+        comm=comm,
+        node_comm=node_comm,
+        topology=topology,
+        guard=guard,
+    )
+
+
+def _check_not_shared(comm: MPI.Intracomm, node_comm: MPI.Intracomm, device: torch.device, host: str) -> None:
+    """Raises on every rank of every node when two ranks of some node hold one GPU; collective."""
+    uuids = node_comm.allgather(device_uuid(device))
+    error: LaunchError | None = None
+    try:
+        check_not_shared(uuids, host)
+    except LaunchError as caught:
+        error = caught
+    share_error(comm, error, f"on {host}, choosing devices")
+
+
+def _decide_awareness(comm: MPI.Intracomm, node_comm: MPI.Intracomm, device: torch.device) -> Awareness:
+    """One answer for all ranks, proven once a node; collective."""
+    if not comm.allreduce(device.type == "cuda", op=MPI.LOR):
+        return Awareness(False, "no rank has a GPU")
+    own: Awareness | None = None
+    if node_comm.rank == 0 and device.type == "cuda":
+        own = decide(os.environ, library_hint(), lambda: probe_in_child(device.index))
+    answers: list[Awareness] = [answer for answer in comm.allgather(own) if answer is not None]
+    return next((answer for answer in answers if not answer.aware), answers[0])
