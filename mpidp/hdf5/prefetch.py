@@ -1,0 +1,97 @@
+"""Enters: a function that makes an iterator. Leaves: its items, made ahead of use by one thread.
+
+A thread and not a process: forking after MPI has started is unsafe, and spawned processes cannot start MPI
+again. The thread never calls MPI.
+"""
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class _End:
+    """The last thing the thread sends: why it ended."""
+
+    error: BaseException | None
+
+
+class Prefetcher(Generic[T]):
+    """Iterates over the items of `make()`, which runs in a thread up to `depth` items ahead.
+
+    `make` returns a generator, which is run and closed in the thread alone. An exception in it is raised by
+    `next`. The thread is joined by `close`, at the end of the items, and when the prefetcher is collected.
+    """
+
+    def __init__(self, make: Callable[[], "Iterator[T]"], depth: int) -> None:
+        self._items: queue.Queue[T | _End] = queue.Queue(maxsize=depth)
+        self._stop = threading.Event()
+        # The thread must not hold `self`, or `self` would never be collected while it runs.
+        wanted = partial(_wanted, self._stop, threading.current_thread())
+        self._thread = threading.Thread(target=_produce, args=(make, self._items, wanted), name="mpidp-prefetch")
+        self._finalizer = weakref.finalize(self, _end, self._stop, self._thread, self._items)
+        self._thread.start()
+
+    def __iter__(self) -> "Prefetcher[T]":
+        return self
+
+    def __next__(self) -> T:
+        if not self._finalizer.alive:
+            raise RuntimeError("this pass over the loader was closed, for instance by another pass that began")
+        item = self._items.get()
+        if not isinstance(item, _End):
+            return item
+        self.close()
+        raise StopIteration if item.error is None else item.error
+
+    def close(self) -> None:
+        """Stop the thread and wait for its end. What it made ahead is dropped."""
+        self._finalizer()
+
+
+def _produce(make: Callable[[], "Iterator[T]"], items: "queue.Queue[T | _End]", wanted: Callable[[], bool]) -> None:
+    end = _End(None)
+    try:
+        with closing(make()) as made:  # type: ignore[type-var]
+            for item in made:
+                if not _put(items, item, wanted):
+                    return
+    except BaseException as error:
+        end = _End(error)
+    _put(items, end, wanted)
+
+
+def _wanted(stop: threading.Event, owner: threading.Thread) -> bool:
+    # When the main thread ends with a pass left open (its traceback may hold it), the interpreter joins all
+    # threads before anything could tell them to stop: so they look themselves whether their owner lives.
+    return not stop.is_set() and owner.is_alive()
+
+
+def _put(items: "queue.Queue[T | _End]", item: "T | _End", wanted: Callable[[], bool]) -> bool:
+    """Put an item when there is room; return False if nobody wants it any more."""
+    while wanted():
+        try:
+            items.put(item, timeout=_POLL_S)
+            return True
+        except queue.Full:
+            continue
+    return False
+
+
+def _end(stop: threading.Event, thread: threading.Thread, items: "queue.Queue[T | _End]") -> None:
+    stop.set()
+    with suppress(queue.Empty):  # room for what the thread may be about to put, so that it looks at once
+        while True:
+            items.get_nowait()
+    # The collector may run this in any thread, also in the one that is to end.
+    if thread is not threading.current_thread():
+        thread.join()
