@@ -1,0 +1,80 @@
+"""A bucket in, its mean out, by way of memory that all ranks of a node share; across nodes, by lanes."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mpidp.reduce.buckets import Bucket
+from mpidp.reduce.buffers import plain_buffers, torch_dtype
+from mpidp.reduce.layout import ALIGNMENT_BYTES, BucketLayout
+from mpidp.reduce.node_mean import NodeMean
+from mpidp.reduce.options import ReducerOptions
+from mpidp.reduce.transport import Transports, as_real
+from mpidp.world.window import free_shared_memory
+from mpidp.world.world import World
+
+# Below this the two barriers cost more than MPI's own Allreduce takes.
+SMALL_BYTES = 16 << 10
+
+
+class NodeReducer:
+    """Keeps the buckets in one window of the node and sums them there. For gradients in host memory."""
+
+    name = "node"
+
+    def __init__(self, world: World, options: ReducerOptions):
+        self._world = world
+        self._options = options
+        self._whole = Transports(world.topology.comm, options)
+        self._shared: NodeMean | None = None
+        self._starts: dict[int, int] = {}  # address of a bucket -> where it starts in the segment
+
+    def allocate(self, layouts: Sequence[BucketLayout], device: torch.device) -> list[Tensor]:
+        """One window for all buckets. Collective. Plain memory where there is nobody to share it with, or no room."""
+        if self._world.topology.max_local_size == 1 or device.type != "cpu" or not layouts:
+            return plain_buffers(layouts, device)
+        starts, num_bytes = _place(layouts)
+        if not has_room(self._world, num_bytes):
+            return plain_buffers(layouts, device)
+        self._shared = NodeMean(self._world, self._options, num_bytes)
+        flats = [
+            self._shared.own[start : start + layout.num_bytes].view(torch_dtype(layout))
+            for layout, start in zip(layouts, starts, strict=True)
+        ]
+        self._starts = {flat.data_ptr(): start for flat, start in zip(flats, starts, strict=True)}
+        return flats
+
+    def mean(self, bucket: Bucket) -> None:
+        """A sum in shared memory between two barriers of the node. Collective."""
+        start = self._starts.get(bucket.flat.data_ptr())
+        if start is None or bucket.layout.num_bytes <= SMALL_BYTES:
+            self._whole.mean(bucket.flat)
+            return
+        assert self._shared is not None
+        real = as_real(bucket.flat)
+        self._shared.mean(start, real.numel(), real.dtype)
+
+
+def has_room(world: World, num_bytes: int) -> bool:
+    """Whether every node has `num_bytes` of shared memory for each of its ranks; says so where not. Collective."""
+    needed = num_bytes * world.local_size
+    free = free_shared_memory()
+    short = free is not None and world.local_rank == 0 and free < needed
+    if short:
+        print(
+            f"mpidp: {world.host} has {free:,} bytes of shared memory left, the gradients of its {world.local_size} "
+            f"ranks need {needed:,}: reducing by MPI's Allreduce instead (slower). Enlarge /dev/shm (--shm-size in a "
+            f"container), or choose reducer flat.",
+            flush=True,
+        )
+    return not world.any(short)
+
+
+def _place(layouts: Sequence[BucketLayout]) -> tuple[list[int], int]:
+    """Where each bucket starts in a segment, on cache lines, and the length of all."""
+    starts, end = [], 0
+    for layout in layouts:
+        starts.append(end)
+        end += -(-layout.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return starts, end

@@ -1,0 +1,25 @@
+"""How a reducer is to work, apart from which one it is."""
+
+from dataclasses import dataclass
+
+# With a library that sends a large buffer in one go, every hop waits for the whole of it; a piece of a mebibyte keeps
+# all links busy at once. `auto` measures; this is the value without a measurement.
+PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class ReducerOptions:
+    """Options that every reducer understands, as far as they concern it.
+
+    Attributes:
+        piece_bytes: the largest buffer given to one call of MPI.
+        wire: "full", or "bf16" or "fp16": 16 bits travel for float32 gradients.
+        error_feedback: add what rounding to the wire lost to the next step's gradient; costs a copy of the gradients.
+    """
+
+    piece_bytes: int = PIECE_BYTES
+    wire: str = "full"
+    error_feedback: bool = False
+
+
+DEFAULT_OPTIONS = ReducerOptions()
