@@ -1,0 +1,79 @@
+"""Losses and counts of this rank in, global means in `metrics.jsonl` out. The schema is docs/metrics.md."""
+
+import json
+import math
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpidp.train.losses import count_right
+from mpidp.world.world import World
+
+
+class Tally:
+    """Sums of loss, right answers and samples of this rank, kept on the device: adding never waits for it."""
+
+    def __init__(self, device: torch.device):
+        self._sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, right, classified, samples
+
+    def add(self, loss: Tensor, output: Tensor, target: Tensor, num_samples: int) -> None:
+        """One mean loss over `num_samples` samples. Without samples it is NaN, and left out."""
+        if num_samples == 0:
+            return
+        with torch.no_grad():
+            right = count_right(output, target)
+            self._sums[0] += loss.detach() * num_samples
+            if right is not None:
+                self._sums[1] += right
+                self._sums[2] += num_samples
+            self._sums[3] += num_samples
+
+    def total(self, world: World) -> dict[str, float]:
+        """Mean loss, and accuracy if there are classes, over the samples of all ranks; starts anew. Collective."""
+        loss, right, classified, samples = world.sum(self._sums.tolist())
+        self._sums.zero_()
+        result = {"samples": int(samples), "loss": loss / samples if samples else float("nan")}
+        return result | ({"accuracy": right / classified} if classified else {})
+
+
+class MetricsFile:
+    """One JSON object a line, appended by rank 0."""
+
+    def __init__(self, path: Path, start_bytes: int = 0):
+        """Opens the file; what a dead run wrote after its last checkpoint, beyond `start_bytes`, is cut off."""
+        self._file = open(path, "a")  # noqa: SIM115  (lives as long as the run)
+        if path.stat().st_size > start_bytes:
+            os.truncate(path, start_bytes)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Appends a record and hands it to the system at once, so that a reader sees whole lines.
+
+        JSON has no word for a number that is not finite; it becomes null.
+        """
+        finite = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in record.items()
+        }
+        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+        self._file.flush()
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the file so far."""
+        return os.fstat(self._file.fileno()).st_size
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def memory_bytes(device: torch.device) -> dict[str, int]:
+    """The largest memory this rank has used so far: of the process, and of torch on the GPU."""
+    peak = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    if device.type == "cuda":
+        peak["device"] = torch.cuda.max_memory_allocated(device)
+    return peak

@@ -1,0 +1,81 @@
+"""Losses and seconds of the steps in, records in `metrics.jsonl` and lines on the console out."""
+
+import time
+from typing import Any
+
+import torch
+
+from mpidp.train.metrics import MetricsFile, Tally, memory_bytes
+from mpidp.train.progress import Progress
+from mpidp.train.stopwatch import Stopwatch
+from mpidp.world.world import World
+
+
+class Recorder:
+    """Collects what a run has to say, and says it in intervals of steps.
+
+    Args:
+        world: the ranks.
+        progress: the console.
+        file: where records go; None on all ranks but 0.
+        step: optimizer steps done before this start.
+    """
+
+    def __init__(self, world: World, progress: Progress, file: MetricsFile | None, step: int):
+        self.world = world
+        self.progress = progress
+        self.file = file
+        self.tally = Tally(world.device)
+        self.stopwatch = Stopwatch()
+        self.num_samples = 0  # over all ranks, since this start
+        self.last_validation: dict[str, float] | None = None
+        self._start = (step, time.perf_counter(), dict(self.stopwatch.seconds))
+
+    def restart(self, step: int) -> None:
+        """The next interval begins now; what lies between, such as an evaluation, belongs to none."""
+        self._start = (step, time.perf_counter(), dict(self.stopwatch.seconds))
+
+    def record_training(self, step: int, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        """One record of the steps since the last one, if there are any. Collective."""
+        first_step, start, seconds_before = self._start
+        if step == first_step:
+            return
+        elapsed_s = time.perf_counter() - start
+        totals = self.tally.total(self.world)
+        self.num_samples += int(totals["samples"])
+        rate = totals["samples"] / elapsed_s
+        seconds = self.stopwatch.since(seconds_before)
+        self._write(
+            {
+                "kind": "train",
+                "step": step,
+                "epoch": epoch,
+                **totals,
+                "lr": optimizer.param_groups[0]["lr"],
+                "samples_per_s": round(rate, 1),
+                "seconds": {phase: round(value, 6) for phase, value in seconds.items()},
+                "memory_bytes": memory_bytes(self.world.device),
+            }
+        )
+        self.progress.update(step, f"epoch {epoch + 1}  loss {totals['loss']:.4f}  {rate:,.0f} samples/s")
+        self.restart(step)
+
+    def record_validation(self, step: int, epoch: int, tally: Tally) -> None:
+        """One record of an evaluation. Collective."""
+        self.last_validation = tally.total(self.world)
+        self._write({"kind": "validation", "step": step, "epoch": epoch, **self.last_validation})
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the metrics so far; 0 on all ranks but 0."""
+        return self.file.num_bytes if self.file else 0
+
+    def close(self) -> None:
+        """Takes the progress bar away and closes the file."""
+        self.progress.close()
+        if self.file:
+            self.file.close()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self.file:
+            self.file.write(record)

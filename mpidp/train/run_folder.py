@@ -1,0 +1,140 @@
+"""A run's name in, its folder out, with `config.toml`, `env.json`, `checkpoints/`, `logs/`. Never overwritten."""
+
+import itertools
+import json
+import logging
+import os
+import platform
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mpidp
+from mpidp.config import RunConfig, to_toml
+from mpidp.errors import CheckpointError, ConfigError
+from mpidp.world.launch import launch_facts
+from mpidp.world.mpi import MPI
+from mpidp.world.world import World
+
+log = logging.getLogger("mpidp")
+
+
+class RunFolder:
+    """Paths of one run."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.metrics = path / "metrics.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
+        self._log_handler: logging.Handler | None = None
+
+    @classmethod
+    def create(cls, config: RunConfig, world: World) -> "RunFolder":
+        """A new folder `runs/<name>`, or `runs/<name>-2` and so on where that exists. Collective."""
+        folder = cls(world.from_root(lambda: _make_new(Path(config.run.folder), config.run.name)))
+        with world.together("writing the run folder"):
+            if world.rank == 0:
+                folder.checkpoints.mkdir()
+                folder.logs.mkdir()
+                (folder.path / "config.toml").write_text(to_toml(config))
+        folder._describe(world)
+        return folder
+
+    @classmethod
+    def reopen(cls, path: Path, world: World) -> "RunFolder":
+        """The folder of a run to continue. Collective.
+
+        Raises:
+            CheckpointError: there is no run folder.
+        """
+        folder = cls(path)
+        with world.together("opening the run folder"):
+            folder.check()
+        folder._describe(world)
+        return folder
+
+    def check(self) -> None:
+        """Raises CheckpointError unless this is the folder of a run. Not collective."""
+        if not self.checkpoints.is_dir():
+            raise CheckpointError(
+                f"--resume {self.path}: no run folder there (no {self.checkpoints}). Give the folder that the first "
+                f"run printed, for example runs/digits."
+            )
+
+    def close(self) -> None:
+        """Ends this rank's log: another run in this process has its own."""
+        if self._log_handler is not None:
+            log.removeHandler(self._log_handler)
+            self._log_handler.close()
+            self._log_handler = None
+
+    def _describe(self, world: World) -> None:
+        """Adds this start to `env.json` and opens this rank's log. Collective."""
+        hosts = world.comm.gather(world.host)
+        with world.together("writing the run folder"):
+            self.logs.mkdir(exist_ok=True)
+            self._log_handler = logging.FileHandler(self.logs / f"rank_{world.rank:04d}.log")
+            self._log_handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+            log.addHandler(self._log_handler)
+            log.setLevel(logging.INFO)
+            if world.rank == 0:
+                path = self.path / "env.json"
+                starts = json.loads(path.read_text()) if path.exists() else []
+                path.write_text(json.dumps([*starts, environment(world, hosts)], indent=2) + "\n")
+        log.info(
+            "rank %d of %d on %s, device %s, pid %d",
+            world.rank,
+            world.size,
+            world.host,
+            world.device,
+            os.getpid(),
+        )
+
+
+def environment(world: World, hosts: list[str] | None) -> dict[str, Any]:
+    """What a reader of the results may want to know about where they were made."""
+    packages = ("torch", "mpi4py", "numpy", "h5py")
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "mpidp": mpidp.__version__,
+        "python": platform.python_version(),
+        "packages": {name: metadata.version(name) for name in packages},
+        "mpi": MPI.Get_library_version().splitlines()[0].strip("\0 "),
+        "launcher": launch_facts(os.environ).launcher,
+        "ranks": world.size,
+        "nodes": world.num_nodes,
+        "hosts": hosts,
+        "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else platform.machine(),
+        "threads": torch.get_num_threads(),
+        "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
+    }
+
+
+def _make_new(parent: Path, name: str) -> Path:
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(1):
+            path = parent / (name if number == 1 else f"{name}-{number}")
+            if _make(path):
+                break
+    except OSError as error:
+        raise ConfigError(
+            f"run.folder = {str(parent)!r}: no folder can be made there ({error.strerror}: {error.filename}). "
+            f"Give one that you may write to."
+        ) from error
+    return path
+
+
+def _make(path: Path) -> bool:
+    """Makes a folder, or returns False: the file system decides between two runs that start at once."""
+    try:
+        path.mkdir()
+    except FileExistsError:
+        return False
+    return True

@@ -1,0 +1,57 @@
+"""A module on each rank in, agreement or an error that names both sides out, before anything is reduced."""
+
+import hashlib
+from collections.abc import Sequence
+
+from torch import nn
+
+from mpidp.errors import MismatchError
+from mpidp.world.world import World
+
+
+def module_signature(module: nn.Module) -> list[str]:
+    """One line a parameter and buffer: everything that must be equal on all ranks, but not the values."""
+    lines = [
+        f"parameter {name}: shape {tuple(p.shape)}, {p.dtype}, strides {p.stride()}, requires_grad={p.requires_grad}"
+        for name, p in module.named_parameters()
+    ]
+    lines += [f"buffer {name}: shape {tuple(b.shape)}, {b.dtype}" for name, b in module.named_buffers()]
+    return lines
+
+
+def check_same(world: World, lines: Sequence[str], what: str) -> None:
+    """Raises on every rank unless all ranks bring the same lines. Collective.
+
+    Only a digest travels when all is well.
+
+    Args:
+        world: the ranks.
+        lines: what should be equal, in readable form.
+        what: name of the thing for the message, e.g. "the models".
+
+    Raises:
+        MismatchError: names the first line that differs, on rank 0 and on the lowest rank that differs from it.
+    """
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    same = world.broadcast(digest) == digest
+    if world.all(same):
+        return
+    reference = world.broadcast(list(lines))
+    with world.together(f"comparing {what}"):
+        if not same:
+            raise MismatchError(_difference(what, reference, lines, world))
+
+
+def _difference(what: str, reference: Sequence[str], lines: Sequence[str], world: World) -> str:
+    here = f"rank {world.rank} ({world.host})"
+    for index, (theirs, ours) in enumerate(zip(reference, lines, strict=False)):
+        if theirs != ours:
+            return (
+                f"{what} differ between ranks, first at entry {index}. Rank 0 has: {theirs}. {here} has: {ours}. "
+                f"Build them from the same code, configuration and options on every rank."
+            )
+    longer, extra = ("rank 0", reference) if len(reference) > len(lines) else (here, lines)
+    return (
+        f"{what} differ between ranks: rank 0 has {len(reference)} entries, {here} has {len(lines)}; only {longer} "
+        f"has: {extra[min(len(reference), len(lines))]}. Build them from the same code on every rank."
+    )

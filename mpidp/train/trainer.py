@@ -1,0 +1,200 @@
+"""A run file in, a trained model in a run folder out: the public pieces of this package in one loop."""
+
+import contextlib
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mpidp.config import RunConfig, to_toml
+from mpidp.hdf5.batch import Batch
+from mpidp.train import rng
+from mpidp.train.batch_norm import combine_statistics
+from mpidp.train.components import build_model, build_optimizer, build_scheduler
+from mpidp.train.data import build_loaders
+from mpidp.train.losses import build_loss
+from mpidp.train.metrics import MetricsFile, Tally
+from mpidp.train.on_end import build_on_end
+from mpidp.train.parallel import DataParallel
+from mpidp.train.progress import Progress
+from mpidp.train.recorder import Recorder
+from mpidp.train.resume import restore, save
+from mpidp.train.run_folder import RunFolder
+from mpidp.train.signature import check_same
+from mpidp.train.summary import describe_epoch, describe_start, summarise
+from mpidp.world.world import World, init
+
+
+def train(config: RunConfig, resume: Path | None = None) -> None:
+    """Runs `mpidp train`: starts MPI if needed, trains, writes the run folder. Collective.
+
+    Args:
+        config: the run.
+        resume: run folder to continue from its newest usable checkpoint.
+    """
+    Trainer(config, init(), resume).run()
+
+
+class Trainer:
+    """One training run. Everything that can be wrong with the input is found before the run folder is made."""
+
+    def __init__(self, config: RunConfig, world: World, resume: Path | None = None):
+        self.config = config
+        self.world = world
+        check_same(world, [*to_toml(config).splitlines(), f"resume {resume}"], "the configurations")
+        torch.set_num_threads(choose_threads(config.train.threads, os.environ, _cores_per_rank(world)))
+        self.loader, self.validation = build_loaders(config, world)
+        with world.together("building the model"):
+            module = build_model(config).to(world.device)
+            self.loss = build_loss(config.loss)
+            self.on_end = build_on_end(config)
+        self.model = DataParallel(
+            module, world, reducer=config.train.reducer, bucket_bytes=config.train.bucket_bytes, quiet=True
+        )
+        with world.together("building the optimizer"):
+            self.optimizer = build_optimizer(config.optimizer, self.model)
+            self.scheduler = build_scheduler(config.scheduler, self.optimizer)
+        self.step = 0
+        self.samples_since_combined = 0
+        rng.seed_all(config.run.seed, world.rank, self.step)
+        metrics_bytes = restore(self, resume) if resume else 0
+        self.folder = RunFolder.reopen(resume, world) if resume else RunFolder.create(config, world)
+        self.first_step, self.saved_step = self.step, self.step if resume else -1
+        progress = Progress(world.rank == 0, self.step, self.step + self._steps_left(), config.log.progress_s)
+        metrics = MetricsFile(self.folder.metrics, metrics_bytes) if world.rank == 0 else None
+        self.recorder = Recorder(world, progress, metrics, self.step)
+
+    def run(self) -> None:
+        """Trains to the last epoch. Collective."""
+        start = time.perf_counter()
+        try:
+            self.recorder.progress.line(describe_start(self))
+            for epoch in range(self.loader.epoch, self.config.train.epochs):
+                if not self._all_steps_done(epoch):
+                    self._train_epoch(epoch)
+                self._evaluate(epoch)
+                self.recorder.progress.line(describe_epoch(self, epoch))
+                self._save_after(epoch)
+        finally:
+            self.recorder.close()
+            self.loader.close()
+            self.folder.close()
+        if self.world.rank == 0:
+            print(summarise(self, time.perf_counter() - start), flush=True)
+            if self.on_end:
+                self.on_end(self.model.module, self.config)
+        self.world.barrier()
+
+    def _all_steps_done(self, epoch: int) -> bool:
+        """Whether the run was resumed from a checkpoint of this epoch's last step, before the evaluation."""
+        return self.loader.epoch == epoch and self.loader.position == self.loader.num_samples
+
+    def _train_epoch(self, epoch: int) -> None:
+        """Every sample that is left of the epoch, once."""
+        self.model.train()
+        self.recorder.restart(self.step)
+        batches = iter(self.loader)
+        while True:
+            with self.recorder.stopwatch("data"):
+                batch = next(batches, None)
+            if batch is None:
+                break
+            self._train_step(batch)
+            if _is_due(self.config.log.every_steps, self.step):
+                self.recorder.record_training(self.step, epoch, self.optimizer)
+            if _is_due(self.config.checkpoint.every_steps, self.step):
+                self._save(epoch)
+        self.recorder.record_training(self.step, epoch, self.optimizer)
+
+    def _train_step(self, batch: Batch) -> None:
+        """The five steps of training, on one global batch."""
+        stopwatch = self.recorder.stopwatch
+        for part in batch.micro_batches(self.config.train.micro_batch or max(1, batch.size)):
+            with contextlib.nullcontext() if part.last else self.model.no_sync():
+                inputs, target = self._inputs(part)
+                with stopwatch("forward"):
+                    output = self.model(inputs)
+                    loss = self.loss(output, target)
+                reduce_s = self.model.reduce_s
+                with stopwatch("backward"):
+                    part.weigh(loss).backward()  # type: ignore[no-untyped-call]
+                stopwatch.move("backward", "reduce", self.model.reduce_s - reduce_s)
+            self.recorder.tally.add(loss, output, target, part.size)
+        with stopwatch("optimizer"):
+            if self.config.train.clip_norm:
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip_norm)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if self.scheduler:
+                self.scheduler.step()
+        self.step += 1
+        self.samples_since_combined += batch.size
+
+    def _evaluate(self, epoch: int) -> None:
+        """Mean loss and accuracy of the held-out samples, each counted once. Collective."""
+        if self.validation is None:
+            return
+        self._combine_statistics()
+        self.model.eval()
+        tally = Tally(self.world.device)
+        with torch.no_grad():
+            for batch in self.validation:
+                if batch.size:
+                    inputs, target = self._inputs(batch)
+                    output = self.model(inputs)
+                    tally.add(self.loss(output, target), output, target, batch.size)
+        self.recorder.record_validation(self.step, epoch, tally)
+
+    def _inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The first two fields, floating-point ones in the run's dtype."""
+        dtype = getattr(torch, self.config.train.dtype)
+        first, second = batch[batch.fields[0]], batch[batch.fields[1]]
+        return (
+            first.to(dtype) if first.is_floating_point() else first,
+            second.to(dtype) if second.is_floating_point() else second,
+        )
+
+    def _save_after(self, epoch: int) -> None:
+        last = epoch + 1 == self.config.train.epochs
+        every = self.config.checkpoint.every_epochs
+        if every and (last or _is_due(every, epoch + 1)):
+            self._save(epoch)
+
+    def _save(self, epoch: int) -> None:
+        """A checkpoint of this step, unless there is one already. Collective."""
+        if self.saved_step == self.step:
+            return
+        # The records of an interval must not depend on whether the run was resumed inside it.
+        self.recorder.record_training(self.step, epoch, self.optimizer)
+        self._combine_statistics()
+        save(self)
+        self.saved_step = self.step
+
+    def _combine_statistics(self) -> None:
+        combine_statistics(self.model, self.world, self.samples_since_combined)
+        self.samples_since_combined = 0
+
+    def _steps_left(self) -> int:
+        """Optimizer steps from here to the end of the last epoch."""
+        epochs_left = self.config.train.epochs - self.loader.epoch
+        return self.loader.remaining_steps + (epochs_left - 1) * len(self.loader) if epochs_left > 0 else 0
+
+
+def _is_due(every: int, count: int) -> bool:
+    return every > 0 and count % every == 0
+
+
+def choose_threads(configured: int, environment: Mapping[str, str], cores_per_rank: int) -> int:
+    """CPU threads of one rank: the run file's number, else OMP_NUM_THREADS, else this rank's share of the cores."""
+    asked = environment.get("OMP_NUM_THREADS", "")
+    return configured or (int(asked) if asked.isdigit() and int(asked) else cores_per_rank)
+
+
+def _cores_per_rank(world: World) -> int:
+    """This rank's share of the cores it may use; ranks of a node share one mask, or have disjoint ones."""
+    cores = frozenset(os.sched_getaffinity(0))
+    sharing = world.node_comm.allgather(cores).count(cores)
+    return max(1, len(cores) // sharing)
