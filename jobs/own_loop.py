@@ -1,0 +1,37 @@
+"""A loop of your own in, the same training out: mpidp's three pieces in plain PyTorch.
+
+mpiexec -n 4 python jobs/own_loop.py        (or without mpiexec, on one rank)
+"""
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+import mpidp
+
+
+class Net(nn.Sequential):
+    """Any module will do."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
+torch.manual_seed(0)
+world = mpidp.init()
+loader = mpidp.HDF5Loader("data/digits.h5", fields=("x", "y"), global_batch=64, seed=0, world=world)
+model = mpidp.DataParallel(Net().to(world.device), world)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+for epoch in range(5):
+    total, samples = 0.0, 0
+    for batch in loader:  # one pass is one epoch, in a new order
+        loss = F.cross_entropy(model(batch.x), batch.y)
+        batch.weigh(loss).backward()  # gradients are the mean over the global batch now
+        optimizer.step()
+        optimizer.zero_grad()
+        if batch.size:  # a rank may have no sample in an epoch's last batch
+            total, samples = total + loss.item() * batch.size, samples + batch.size
+    mean = world.mean(total / max(samples, 1), weight=samples)
+    if world.rank == 0:
+        print(f"epoch {epoch + 1}: loss {mean:.4f}")
