@@ -1,4 +1,4 @@
-# make venv | demo | test | lint | clean; needs git, make and Python 3.11 or newer.
+# make venv | demo | test | cluster | lint | clean; needs git, make and Python 3.11 or newer.
 
 SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -7,7 +7,7 @@ MPI ?= mpich
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: venv demo test lint clean
+.PHONY: venv demo test cluster lint clean
 
 venv: $(STAMP)
 
@@ -23,6 +23,9 @@ demo: venv
 
 test: venv
 	$(BIN)/python tests/run_tests.py --venv $(VENV) --mpi $(MPI)
+
+cluster: venv
+	$(BIN)/python -m pytest tests/cluster
 
 lint: venv
 	$(BIN)/ruff check .

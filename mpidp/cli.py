@@ -125,8 +125,11 @@ def _inspect(words: list[str]) -> int:
 def _train(words: list[str]) -> int:
     from mpidp.options import parse
 
+    facts = launch_facts(os.environ)
+    if (facts.size or 1) > 1 and not _answers_without_mpi(words):
+        return _train_together(words)
     try:
-        options = parse(words, console_outputs=launch_facts(os.environ).speaks)
+        options = parse(words, console_outputs=facts.speaks)
     except SystemExit as end:
         return _parser_code(end)
     if options.print_config:
@@ -137,6 +140,26 @@ def _train(words: list[str]) -> int:
 
     train(options.config, options.resume)
     return DONE
+
+
+def _train_together(words: list[str]) -> int:
+    """Train as one of many ranks: a run file that a single rank cannot read must not leave the others waiting."""
+    from mpidp.options import parse
+    from mpidp.train.trainer import train
+    from mpidp.world.world import init
+
+    world = init()
+    with world.together("reading the run file and the command line"):
+        try:
+            options = parse(words, console_outputs=world.rank == 0)
+        except SystemExit as end:  # the parser has printed what is wrong, on rank 0
+            raise ConfigError(f"this cannot be used: mpidp train {' '.join(words)}") from end
+    train(options.config, options.resume)
+    return DONE
+
+
+def _answers_without_mpi(words: list[str]) -> bool:
+    return any(word.replace("_", "-") in (*_HELP, "--dry-run", "--print-config") for word in words)
 
 
 def _bench(words: list[str]) -> int:

@@ -98,7 +98,7 @@ class SchedulerSection:
 
 @dataclasses.dataclass(frozen=True)
 class TrainSection:
-    """The training loop and how gradients are averaged over ranks."""
+    """The training loop."""
 
     epochs: int = 1
     """Passes over the training samples."""
@@ -108,14 +108,28 @@ class TrainSection:
     """Largest number of samples a rank computes at once, gradients accumulated; 0 for its whole share."""
     dtype: Literal["float32", "float64"] = "float32"
     """Dtype of parameters and floating-point inputs."""
-    reducer: Literal["auto", "naive", "flat", "staged", "null"] = "auto"
-    """How buckets are summed over ranks; auto measures once at start and says what it chose and why."""
-    bucket_bytes: int = 25 * 2**20
-    """Size of a gradient bucket in bytes."""
     threads: int = 0
     """CPU threads of torch on each rank; 0 shares the cores of the node among its ranks."""
     on_end: str = ""
     """Built-in, or module:function, called on rank 0 at the end; empty for none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ReduceSection:
+    """How gradients are averaged over ranks."""
+
+    reducer: Literal["auto", "naive", "flat", "node", "staged", "null"] = "auto"
+    """How buckets are summed over ranks; auto measures once at start and says what it chose and why."""
+    bucket_bytes: int = 25 * 2**20
+    """Size of a gradient bucket in bytes."""
+    piece_bytes: int = 0
+    """Largest buffer given to one call of MPI, in bytes; 0 for what auto measures."""
+    wire: Literal["full", "bf16", "fp16"] = "full"
+    """What travels for float32 gradients: all of it, or 16 bits, summed in 32."""
+    error_feedback: bool = False
+    """With a 16-bit wire, add what rounding lost to the next step's gradient."""
+    overlap: Literal["auto", "on", "off"] = "auto"
+    """Reduce while backward still runs; auto does so where a network or a GPU is waited for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +165,7 @@ class RunConfig:
     optimizer: OptimizerSection = dataclasses.field(default_factory=OptimizerSection)
     scheduler: SchedulerSection = dataclasses.field(default_factory=SchedulerSection)
     train: TrainSection = TrainSection()
+    reduce: ReduceSection = ReduceSection()
     checkpoint: CheckpointSection = CheckpointSection()
     log: LogSection = LogSection()
 
@@ -194,6 +209,8 @@ def validate(config: RunConfig) -> None:
         faults.append("optimizer.arguments.lr is set; the learning rate belongs in optimizer.lr.")
     if config.data.validation and config.data.validation_fraction:
         faults.append("data.validation and data.validation_fraction are both set; set one of them.")
+    if config.reduce.error_feedback and config.reduce.wire == "full":
+        faults.append("reduce.error_feedback is true, but reduce.wire is full, which loses nothing; set bf16 or fp16.")
     if faults:
         raise ConfigError("\n  ".join(faults))
 
@@ -231,9 +248,10 @@ _CHECKS: dict[str, Check] = {
     "train.epochs": _at_least(1),
     "train.clip_norm": ((lambda norm: norm >= 0 and math.isfinite(norm)), "a number of at least 0"),
     "train.micro_batch": _at_least(0),
-    "train.bucket_bytes": _at_least(1),
     "train.threads": _at_least(0),
     "train.on_end": _OPTIONAL,
+    "reduce.bucket_bytes": _at_least(1),
+    "reduce.piece_bytes": _at_least(0),
     "checkpoint.every_epochs": _at_least(0),
     "checkpoint.every_steps": _at_least(0),
     "checkpoint.keep": _at_least(1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -67,17 +68,12 @@ class HDF5Loader:
         order = (global_batch, seed, shuffle, lanes, mixing_chunks, split)
         _check_agreed(world, (absolute_paths(paths), tuple(fields), order))
         self.dataset = _describe(world, paths, fields)
-        self._selection = _select(self.dataset, split, seed)
-        if lanes is None:
-            lanes = automatic_lanes(self.dataset.num_rows, self.dataset.mean_chunk_bytes, mixing_chunks)
-        self.order = Order(self._selection.chunk_rows, seed, lanes, mixing_chunks, global_batch, shuffle)
-        if global_batch > self.num_samples:
-            raise DataError(
-                f"global_batch is {global_batch}, but there are only {self.num_samples} samples in "
-                f"{self.dataset.files[0].path}; give at most that many"
-            )
-        if prefetch_batches < 1:
-            raise DataError(f"prefetch_batches is {prefetch_batches}; give at least 1")
+        with nullcontext() if world is None else world.together("choosing the order of the samples"):
+            self._selection = _select(self.dataset, split, seed)
+            if lanes is None:
+                lanes = automatic_lanes(self.dataset.num_rows, self.dataset.mean_chunk_bytes, mixing_chunks)
+            self.order = Order(self._selection.chunk_rows, seed, lanes, mixing_chunks, global_batch, shuffle)
+            _check_batches(global_batch, prefetch_batches, self.order.num_samples, self.dataset)
         self._transform = transform
         self._prefetch_batches = prefetch_batches
         self._epoch = 0
@@ -209,6 +205,16 @@ def _check_agreed(world: World | None, settings: tuple[object, ...]) -> None:
                 f"rank {world.rank} made an HDF5Loader with {settings}, rank 0 with {roots}: paths, fields, "
                 "(global_batch, seed, shuffle, lanes, mixing_chunks, split); give the same on every rank"
             )
+
+
+def _check_batches(global_batch: int, prefetch_batches: int, num_samples: int, dataset: DataSet) -> None:
+    if global_batch > num_samples:
+        raise DataError(
+            f"global_batch is {global_batch}, but there are only {num_samples} samples in "
+            f"{dataset.files[0].path}; give at most that many"
+        )
+    if prefetch_batches < 1:
+        raise DataError(f"prefetch_batches is {prefetch_batches}; give at least 1")
 
 
 def _select(dataset: DataSet, split: tuple[Part, float] | None, seed: int) -> Selection:

@@ -21,8 +21,8 @@ class CopyStreams:
         self._on_gpu = device.type == "cuda"
         self._events: dict[tuple[str, int], torch.cuda.Event] = {}
         if self._on_gpu:
-            self._down = torch.cuda.Stream(device)
-            self._up = torch.cuda.Stream(device)
+            self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._up = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -61,6 +61,6 @@ class CopyStreams:
             self._events[step.after].synchronize()
 
     def _record(self, step: Step, stream: torch.cuda.Stream) -> None:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(stream)
         self._events[step.action, step.piece] = event

@@ -4,76 +4,118 @@ MPI has no 16-bit floating-point type, and summing in 16 bits along a ring would
 becomes the owner of one part: it receives that part from everybody (Alltoall), adds in float32 in the order of ranks,
 divides, rounds once, and everybody collects the results (Allgather). That is as many bytes as a ring moves.
 
-The error of a mean is at most half a unit in the last place of the 16-bit type for each contribution, plus as much
-for the result: 2^-8 of the largest contribution for bfloat16 (8 significant bits), 2^-11 for float16 (11). Each
-contribution to a float16 wire must fit: beyond 65504 it becomes infinite, as it would in a float16 gradient.
+A number is rounded to the 16-bit type twice, as a contribution and as the mean, by at most half a unit in the last
+place: the error is at most 2^-7 of the largest contribution for bfloat16 (8 significant bits), 2^-10 for float16 (11;
+and below 6e-5 its steps stay at 2^-24). A contribution to a float16 wire must fit: beyond 65504 it becomes infinite, as
+it would in a float16 gradient.
 """
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mpidp.reduce.pieces import pieces
 from mpidp.reduce.streams import synchronize_stream
+from mpidp.reduce.waiting import wait
 from mpidp.world.mpi import MPI
 
 
+@dataclass(frozen=True)
+class _Scratch:
+    """Buffers of one piece: a part for each rank, twice, in the wire's dtype."""
+
+    sent: Tensor
+    received: Tensor
+
+
 class Exchange:
-    """The mean by exchange. Collective; allocates nothing after its first call.
+    """The mean by exchange. Collective; allocates its scratch memory in its first call, and then only requests.
 
     Args:
         comm: the communicator.
         dtype: torch.float16 or torch.bfloat16, what travels.
-        piece_bytes: bytes of one Alltoall; the scratch memory is 2 to 4 times that.
+        piece_bytes: bytes of one Alltoall; the scratch memory is about five times that.
         count: what the sum over all is divided by; more than the size of the communicator when each contribution is
             a sum already.
+        across_nodes: keep two pieces under way at once, by non-blocking calls (in host memory only).
     """
 
-    def __init__(self, comm: MPI.Intracomm, dtype: torch.dtype, piece_bytes: int, count: int):
+    def __init__(self, comm: MPI.Intracomm, dtype: torch.dtype, piece_bytes: int, count: int, across_nodes: bool):
         self.comm = comm
         self.dtype = dtype
+        self.across_nodes = across_nodes
         # A sum must not overflow 16 bits on its way: send each contribution as a mean, and average the means.
         self._scale = comm.size / count
         self._part = max(1, piece_bytes // dtype.itemsize // comm.size)  # elements of one owner's part
-        self._scratch_device: torch.device | None = None
+        self._device: torch.device | None = None
 
     def mean(self, flat: Tensor) -> None:
         """Replaces a tensor of float32 or of the wire's dtype by its mean over ranks, the same bits on all."""
         self._prepare(flat.device)
-        for piece in pieces(flat.numel(), self.dtype.itemsize, self._part * self.comm.size * self.dtype.itemsize):
-            self._mean_of_piece(flat[piece])
+        piece_numel = self._part * self.comm.size
+        parts = [flat[piece] for piece in pieces(flat.numel(), 1, piece_numel)]
+        if self.across_nodes and not flat.is_cuda:
+            self._mean_in_flight(parts)
+        else:
+            for values in parts:
+                self._mean_of_piece(values, self._scratch[0])
 
-    def _mean_of_piece(self, values: Tensor) -> None:
-        size = self.comm.size
-        part = -(-values.numel() // size)
-        sent, received = self._sent[: size * part], self._received[: size * part]
+    def _mean_of_piece(self, values: Tensor, scratch: _Scratch) -> None:
+        sent, received = self._fill(values, scratch)
+        synchronize_stream(sent)
+        self.comm.Alltoall(as_buffer(sent), as_buffer(received))
+        own = self._add(received)
+        synchronize_stream(own)
+        self.comm.Allgather(as_buffer(own), as_buffer(sent))
+        values.copy_(sent[: values.numel()])
+
+    def _mean_in_flight(self, parts: list[Tensor]) -> None:
+        """While the results of one piece are collected, the contributions of the next one travel."""
+        dealing = [self._deal(values, index) for index, values in enumerate(parts[:2])]
+        for index, values in enumerate(parts):
+            wait(dealing[index])
+            sent, received = self._cut(values.numel(), self._scratch[index % 2])
+            own = self._add(received)
+            wait(self.comm.Iallgather(as_buffer(own), as_buffer(sent)))
+            values.copy_(sent[: values.numel()])
+            if index + 2 < len(parts):
+                dealing.append(self._deal(parts[index + 2], index + 2))
+
+    def _deal(self, values: Tensor, index: int) -> MPI.Request:
+        sent, received = self._fill(values, self._scratch[index % 2])
+        return self.comm.Ialltoall(as_buffer(sent), as_buffer(received))
+
+    def _fill(self, values: Tensor, scratch: _Scratch) -> tuple[Tensor, Tensor]:
+        """Rounds the contributions into the send buffer, with zeros after them up to a full part for each rank."""
+        sent, received = self._cut(values.numel(), scratch)
         if self._scale != 1:
             values.mul_(self._scale)
         sent[: values.numel()].copy_(values)
         sent[values.numel() :].zero_()
-        self._send(self.comm.Alltoall, sent, received)
+        return sent, received
+
+    def _cut(self, numel: int, scratch: _Scratch) -> tuple[Tensor, Tensor]:
+        used = -(-numel // self.comm.size) * self.comm.size
+        return scratch.sent[:used], scratch.received[:used]
+
+    def _add(self, received: Tensor) -> Tensor:
+        """The mean of this rank's part of all contributions, rounded, in the first part of the buffer."""
+        part = received.numel() // self.comm.size
         total = self._total[:part]
         total.copy_(received[:part])
-        for rank in range(1, size):
+        for rank in range(1, self.comm.size):
             total.add_(received[rank * part : (rank + 1) * part])
-        total.div_(size)
-        own = received[:part]
-        own.copy_(total)
-        self._send(self.comm.Allgather, own, sent)
-        values.copy_(sent[: values.numel()])
-
-    def _send(self, collective: Callable[[object, object], None], source: Tensor, target: Tensor) -> None:
-        synchronize_stream(source)
-        collective(as_buffer(source), as_buffer(target))
+        total.div_(self.comm.size)
+        return received[:part].copy_(total)
 
     def _prepare(self, device: torch.device) -> None:
-        if self._scratch_device == device:
+        if self._device == device:
             return
-        self._scratch_device = device
+        self._device = device
         numel = self._part * self.comm.size
-        self._sent = torch.empty(numel, dtype=self.dtype, device=device)
-        self._received = torch.empty(numel, dtype=self.dtype, device=device)
+        sent, received = (torch.empty(2, numel, dtype=self.dtype, device=device) for _ in range(2))
+        self._scratch = [_Scratch(sent[index], received[index]) for index in range(2)]
         self._total = torch.empty(self._part, dtype=torch.float32, device=device)
 
 

@@ -3,7 +3,7 @@
 from mpidp.reduce.buckets import Bucket
 from mpidp.reduce.buffers import plain_buffers
 from mpidp.reduce.options import ReducerOptions
-from mpidp.reduce.transport import Transports
+from mpidp.reduce.transport import transports_of_all
 from mpidp.world.world import World
 
 
@@ -13,9 +13,12 @@ class NaiveReducer:
     name = "naive"
 
     def __init__(self, world: World, options: ReducerOptions):
-        self._transports = Transports(world.topology.comm, options)
+        self._transports = transports_of_all(world, options)
 
     allocate = staticmethod(plain_buffers)
+
+    def close(self) -> None:
+        """Nothing to give back."""
 
     def mean(self, bucket: Bucket) -> None:
         """One Allreduce a slot, then one for the flags. Collective."""

@@ -10,7 +10,7 @@ from mpidp.reduce.buffers import plain_buffers, torch_dtype
 from mpidp.reduce.layout import ALIGNMENT_BYTES, BucketLayout
 from mpidp.reduce.node_mean import NodeMean
 from mpidp.reduce.options import ReducerOptions
-from mpidp.reduce.transport import Transports, as_real
+from mpidp.reduce.transport import as_real, transports_of_all
 from mpidp.world.window import free_shared_memory
 from mpidp.world.world import World
 
@@ -26,7 +26,7 @@ class NodeReducer:
     def __init__(self, world: World, options: ReducerOptions):
         self._world = world
         self._options = options
-        self._whole = Transports(world.topology.comm, options)
+        self._whole = transports_of_all(world, options)
         self._shared: NodeMean | None = None
         self._starts: dict[int, int] = {}  # address of a bucket -> where it starts in the segment
 
@@ -44,6 +44,12 @@ class NodeReducer:
         ]
         self._starts = {flat.data_ptr(): start for flat, start in zip(flats, starts, strict=True)}
         return flats
+
+    def close(self) -> None:
+        """Frees the window. Collective."""
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
 
     def mean(self, bucket: Bucket) -> None:
         """A sum in shared memory between two barriers of the node. Collective."""

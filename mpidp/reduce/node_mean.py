@@ -7,6 +7,8 @@ Across nodes the slice of local rank i is reduced with the slices of the ranks i
 communicator of their own, so that all cores and network ports work at once.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -40,9 +42,13 @@ class NodeMean:
         self._several_nodes = topology.num_nodes > 1
         self._local_rank, self._local_size = topology.node_comm.rank, topology.node_comm.size
         self._num_lanes = topology.num_lanes if self._several_nodes else self._local_size
-        self._lane = Transports(topology.lane_comm, options, world.size) if topology.lane_comm else None
-        self._stride_bytes = options.piece_bytes if self._several_nodes else block_bytes
-        self._total = torch.empty(max(1, self._stride_bytes // torch.float32.itemsize), dtype=torch.float32)
+        self._block_bytes = block_bytes
+        self._total = torch.empty(block_bytes // torch.float32.itemsize, dtype=torch.float32)
+        if self._several_nodes and topology.lane_comm is not None:
+            self._lane_of_sums = Transports(topology.lane_comm, options, world.size, across_nodes=True)
+            self._lane_of_means = Transports(topology.lane_comm, options, topology.num_nodes, across_nodes=True)
+        # What makes a node's sum its share of the mean over nodes, with few or many ranks a node.
+        self._share = topology.num_nodes / world.size
         self._window = SharedWindow(topology.node_comm, num_bytes)
         self.own = self._window.segments[self._local_rank]
 
@@ -52,29 +58,47 @@ class NodeMean:
         flats = [segment[start:stop].view(dtype) for segment in self._window.segments]
         self._window.synchronize()  # what all ranks of the node wrote is there
         if self._local_rank < self._num_lanes:
-            for stride in self._strides(numel, dtype.itemsize):
-                self._mean_of_stride([flat[stride] for flat in flats])
+            first, last = self._slice(numel, dtype.itemsize)
+            if first < last:
+                self._mean_of_slice([flat[first:last] for flat in flats])
         self._window.synchronize()  # all slices are written
 
-    def _strides(self, numel: int, itemsize: int) -> list[slice]:
-        """This rank's slice, in strides. Slices begin on cache lines, so that no two ranks write to one."""
+    def close(self) -> None:
+        """Frees the window; `own` must not be touched afterwards. Collective."""
+        self._window.free()
+
+    def _slice(self, numel: int, itemsize: int) -> tuple[int, int]:
+        """This rank's slice. Slices begin on cache lines, so that no two ranks write to one."""
         line = max(1, ALIGNMENT_BYTES // itemsize)
         edges = [min(numel, -(-numel * lane // self._num_lanes // line) * line) for lane in range(self._num_lanes + 1)]
-        first, last = edges[self._local_rank], edges[self._local_rank + 1]
-        width = max(itemsize, torch.float32.itemsize)  # 16-bit numbers widen in self._total
-        return [slice(first + p.start, first + p.stop) for p in pieces(last - first, width, self._stride_bytes)]
+        return edges[self._local_rank], edges[self._local_rank + 1]
 
-    def _mean_of_stride(self, parts: list[Tensor]) -> None:
-        narrow = parts[0].dtype in SIXTEEN_BITS  # added in float32, rounded once
-        total = self._total[: parts[0].numel()] if narrow else parts[0]
-        if narrow:
-            total.copy_(parts[0])
+    def _mean_of_slice(self, parts: list[Tensor]) -> None:
+        if not self._several_nodes:
+            for block in self._blocks(parts[0]):
+                self._add([part[block] for part in parts], divide_by=self._local_size)
+                self._hand_out([part[block] for part in parts])
+            return
+        narrow = parts[0].dtype in SIXTEEN_BITS
+        for block in self._blocks(parts[0]):
+            self._add([part[block] for part in parts], divide_by=1 / self._share if narrow else 1)
+        (self._lane_of_means if narrow else self._lane_of_sums).mean(parts[0])
+        self._hand_out(parts)
+
+    def _add(self, parts: list[Tensor], divide_by: float) -> None:
+        """Adds all parts into the first; 16-bit numbers in float32, rounded once."""
+        narrow = parts[0].dtype in SIXTEEN_BITS
+        total = self._total[: parts[0].numel()].copy_(parts[0]) if narrow else parts[0]
         for part in parts[1:]:
             total.add_(part)
-        if self._several_nodes:
-            assert self._lane is not None
-            self._lane.mean(total)
-        else:
-            total.div_(self._local_size)
-        for part in parts if narrow else parts[1:]:
-            part.copy_(total)
+        if divide_by != 1:
+            total.div_(divide_by)
+        if narrow:
+            parts[0].copy_(total)
+
+    def _hand_out(self, parts: list[Tensor]) -> None:
+        for part in parts[1:]:
+            part.copy_(parts[0])
+
+    def _blocks(self, part: Tensor) -> Iterator[slice]:
+        return pieces(part.numel(), max(part.element_size(), torch.float32.itemsize), self._block_bytes)

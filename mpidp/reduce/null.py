@@ -16,5 +16,8 @@ class NullReducer:
 
     allocate = staticmethod(plain_buffers)
 
+    def close(self) -> None:
+        """Nothing to give back."""
+
     def mean(self, bucket: Bucket) -> None:
         """Leaves the local gradients as they are. Not collective."""

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-# With a library that sends a large buffer in one go, every hop waits for the whole of it; a piece of a mebibyte keeps
-# all links busy at once. `auto` measures; this is the value without a measurement.
+# Across a network. With a library that sends a large buffer in one go, every hop waits for the whole of it; pieces of a
+# mebibyte keep all links busy at once. `auto` measures; this is the value without a measurement.
 PIECE_BYTES = 1 << 20
 
 
@@ -12,12 +12,13 @@ class ReducerOptions:
     """Options that every reducer understands, as far as they concern it.
 
     Attributes:
-        piece_bytes: the largest buffer given to one call of MPI.
+        piece_bytes: the largest buffer given to one call of MPI; 0 for what suits: 1 MiB across a network, anything on
+            one node, where pieces would only cost calls.
         wire: "full", or "bf16" or "fp16": 16 bits travel for float32 gradients.
         error_feedback: add what rounding to the wire lost to the next step's gradient; costs a copy of the gradients.
     """
 
-    piece_bytes: int = PIECE_BYTES
+    piece_bytes: int = 0
     wire: str = "full"
     error_feedback: bool = False
 

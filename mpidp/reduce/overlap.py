@@ -24,7 +24,9 @@ class Overlap:
     def __init__(self, reduce: Callable[[Bucket], None], device: torch.device):
         self._reduce = reduce
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._jobs: queue.Queue[tuple[Bucket, torch.cuda.Event | None] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="mpidp-reduce", daemon=True)
         self._thread.start()
@@ -33,7 +35,7 @@ class Overlap:
         """Hands over a bucket whose gradients are complete, or queued on the current stream."""
         ready: torch.cuda.Event | None = None
         if self._stream is not None:
-            ready = torch.cuda.Event()
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record(torch.cuda.current_stream(self._device))
         self._jobs.put((bucket, ready))
 

@@ -11,7 +11,7 @@ from mpidp.reduce.node_mean import NodeMean
 from mpidp.reduce.options import ReducerOptions
 from mpidp.reduce.pieces import pieces
 from mpidp.reduce.staged_plan import staged_plan
-from mpidp.reduce.transport import Transports, as_real
+from mpidp.reduce.transport import as_real, transports_of_all
 from mpidp.reduce.wire import wire_dtype
 from mpidp.world.world import World
 
@@ -35,7 +35,7 @@ class StagedReducer:
     def __init__(self, world: World, options: ReducerOptions, stage_bytes: int = STAGE_BYTES):
         self._options = options
         self._stage_bytes = stage_bytes
-        self._transports = Transports(world.topology.comm, options)
+        self._transports = transports_of_all(world, options)
         self._shared: NodeMean | None = None
         on_gpu = world.device.type == "cuda"
         if world.topology.max_local_size > 1 and has_room(world, 2 * stage_bytes):
@@ -46,6 +46,12 @@ class StagedReducer:
         else:
             self._host = torch.empty(2 * stage_bytes, dtype=torch.uint8, pin_memory=on_gpu)
         self._streams = CopyStreams(world.device)
+
+    def close(self) -> None:
+        """Frees the window. Collective."""
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
 
     def mean(self, bucket: Bucket) -> None:
         """Down, reduce, up, piece by piece, in the order of `staged_plan`. Collective."""

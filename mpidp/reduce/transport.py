@@ -8,9 +8,11 @@ from torch import Tensor
 from mpidp.reduce.allreduce import Allreduce
 from mpidp.reduce.exchange import Exchange
 from mpidp.reduce.feedback import ErrorFeedback
-from mpidp.reduce.options import ReducerOptions
+from mpidp.reduce.options import PIECE_BYTES, ReducerOptions
+from mpidp.reduce.pieces import MAX_PIECE_BYTES
 from mpidp.reduce.wire import SIXTEEN_BITS, wire_dtype
 from mpidp.world.mpi import MPI
+from mpidp.world.world import World
 
 
 class Transport(Protocol):
@@ -28,11 +30,13 @@ class Transports:
         options: piece size, wire, error feedback.
         count: of how many contributions each tensor given to `mean` holds a partial sum, over the whole communicator;
             its size, unless the ranks of a node were added before.
+        across_nodes: whether the communicator crosses a network.
     """
 
-    def __init__(self, comm: MPI.Intracomm, options: ReducerOptions, count: int | None = None):
+    def __init__(self, comm: MPI.Intracomm, options: ReducerOptions, count: int, across_nodes: bool):
         self._comm = comm
-        self._count = count or comm.size
+        self._across_nodes = across_nodes
+        self._count = count
         self._options = options
         self._made: dict[torch.dtype, Transport] = {}
         self._feedback: dict[torch.dtype, ErrorFeedback] = {}
@@ -48,9 +52,16 @@ class Transports:
         self._made[travels].mean(real)
 
     def _make(self, travels: torch.dtype) -> Transport:
+        asked = self._options.piece_bytes
         if travels in SIXTEEN_BITS:
-            return Exchange(self._comm, travels, self._options.piece_bytes, self._count)
-        return Allreduce(self._comm, self._options.piece_bytes, self._count)
+            return Exchange(self._comm, travels, asked or PIECE_BYTES, self._count, self._across_nodes)
+        suitable = PIECE_BYTES if self._across_nodes else MAX_PIECE_BYTES
+        return Allreduce(self._comm, asked or suitable, self._count, self._across_nodes)
+
+
+def transports_of_all(world: World, options: ReducerOptions) -> Transports:
+    """Means over all ranks of a world."""
+    return Transports(world.topology.comm, options, world.size, world.num_nodes > 1)
 
 
 def as_real(flat: Tensor) -> Tensor:

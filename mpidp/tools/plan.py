@@ -33,7 +33,7 @@ def plan(config: RunConfig, model: nn.Module, make_optimizer: MakeOptimizer, ran
     loader = _training_loader(config)
     order = loader.order
     counts = {step: _samples_per_rank(order, step, ranks) for step in _steps_shown(order.steps())}
-    buckets = _buckets(model, config.train.bucket_bytes)
+    buckets = _buckets(model, config.reduce.bucket_bytes)
     batch_bytes = max(map(max, counts.values())) * loader.dataset.row_bytes
     return "\n\n".join(
         [

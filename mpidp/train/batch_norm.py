@@ -27,7 +27,9 @@ def combine_statistics(module: nn.Module, world: World, num_samples: int) -> Non
         _concatenate([m.running_mean for m in layers]),
         _concatenate([m.running_var for m in layers]),
     )
-    sums = torch.cat([means, variances + means.square(), torch.ones(1, dtype=torch.float64)]) * num_samples
+    sums = torch.cat([means, variances + means.square(), torch.ones(1, dtype=torch.float64)])
+    # A rank without samples may hold NaN, which times 0 is NaN.
+    sums = sums * num_samples if num_samples else torch.zeros_like(sums)
     total, first, second = _sum_over_ranks(sums, world, means.numel())
     if total == 0:
         return

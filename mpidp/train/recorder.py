@@ -32,7 +32,7 @@ class Recorder:
         self._start = (step, time.perf_counter(), dict(self.stopwatch.seconds))
 
     def restart(self, step: int) -> None:
-        """The next interval begins now; what lies between, such as an evaluation, belongs to none."""
+        """The next interval begins now; what lies between, such as an evaluation or a checkpoint, belongs to none."""
         self._start = (step, time.perf_counter(), dict(self.stopwatch.seconds))
 
     def record_training(self, step: int, epoch: int, optimizer: torch.optim.Optimizer) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from mpidp.errors import MismatchError
+from mpidp.errors import MismatchError, MpidpError
 from mpidp.world.world import World
 
 
@@ -17,6 +17,28 @@ def module_signature(module: nn.Module) -> list[str]:
     ]
     lines += [f"buffer {name}: shape {tuple(b.shape)}, {b.dtype}" for name, b in module.named_buffers()]
     return lines
+
+
+def check_supported(module: nn.Module, world: World) -> None:
+    """Raises MpidpError for a module whose gradients cannot be reduced, naming the parameter."""
+    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    if not named:
+        raise MpidpError(
+            f"the model {type(module).__name__} has no trainable parameter: nothing to train. "
+            f"Check requires_grad, and that layers are attributes of the module."
+        )
+    for name, parameter in named:
+        if parameter.device != world.device:
+            raise MpidpError(
+                f"parameter {name} is on {parameter.device}, this rank's device is {world.device}: "
+                f"move the model with .to(world.device) before wrapping it."
+            )
+    for name, layer in module.named_modules():
+        if getattr(layer, "sparse", False) and isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+            raise MpidpError(
+                f"layer {name or type(layer).__name__} has sparse=True: sparse gradients are not reduced. "
+                f"Use sparse=False."
+            )
 
 
 def check_same(world: World, lines: Sequence[str], what: str) -> None:

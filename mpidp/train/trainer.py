@@ -18,9 +18,9 @@ from mpidp.train.data import build_loaders
 from mpidp.train.losses import build_loss
 from mpidp.train.metrics import MetricsFile, Tally
 from mpidp.train.on_end import build_on_end
-from mpidp.train.parallel import DataParallel
 from mpidp.train.progress import Progress
 from mpidp.train.recorder import Recorder
+from mpidp.train.reducing import remember, wrap
 from mpidp.train.resume import restore, save
 from mpidp.train.run_folder import RunFolder
 from mpidp.train.signature import check_same
@@ -51,9 +51,7 @@ class Trainer:
             module = build_model(config).to(world.device)
             self.loss = build_loss(config.loss)
             self.on_end = build_on_end(config)
-        self.model = DataParallel(
-            module, world, reducer=config.train.reducer, bucket_bytes=config.train.bucket_bytes, quiet=True
-        )
+        self.model = wrap(module, world, config.reduce, resume)
         with world.together("building the optimizer"):
             self.optimizer = build_optimizer(config.optimizer, self.model)
             self.scheduler = build_scheduler(config.scheduler, self.optimizer)
@@ -62,6 +60,7 @@ class Trainer:
         rng.seed_all(config.run.seed, world.rank, self.step)
         metrics_bytes = restore(self, resume) if resume else 0
         self.folder = RunFolder.reopen(resume, world) if resume else RunFolder.create(config, world)
+        remember(self.model, self.folder.path)
         self.first_step, self.saved_step = self.step, self.step if resume else -1
         progress = Progress(world.rank == 0, self.step, self.step + self._steps_left(), config.log.progress_s)
         metrics = MetricsFile(self.folder.metrics, metrics_bytes) if world.rank == 0 else None
@@ -172,6 +171,7 @@ class Trainer:
         self._combine_statistics()
         save(self)
         self.saved_step = self.step
+        self.recorder.restart(self.step)
 
     def _combine_statistics(self) -> None:
         combine_statistics(self.model, self.world, self.samples_since_combined)

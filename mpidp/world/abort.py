@@ -85,7 +85,9 @@ class _WatchedExit(SystemExit):
     """A SystemExit that tells whether it ended the interpreter or was caught.
 
     Python offers no hook for an uncaught SystemExit, and at-exit handlers are not told the code. But the interpreter
-    drops the exception after the last Python frame is gone, while code that catches it still has a frame.
+    drops the exception after the last Python frame is gone, while code that catches it still has a frame. And code
+    that caught it and kept it, so that it is dropped with everything else at the end, went on afterwards: the
+    outermost frame that the exception came to did not end there.
     """
 
     def __init__(self, code: Any, guard: AbortGuard):
@@ -93,6 +95,9 @@ class _WatchedExit(SystemExit):
         self.guard = guard
 
     def __del__(self) -> None:
+        trace = self.__traceback__
+        if trace is not None and trace.tb_frame.f_lasti != trace.tb_lasti:
+            return
         try:
             sys._getframe(1)
         except ValueError:

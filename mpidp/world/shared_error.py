@@ -1,11 +1,14 @@
 """One rank's exception in, the same exception on every rank out, so that all leave together and nobody waits."""
 
+import logging
 import pickle
 from typing import cast
 
 from mpidp.errors import MpidpError
 from mpidp.world.abort import SHARED_MARK
 from mpidp.world.mpi import MPI
+
+log = logging.getLogger("mpidp")
 
 
 def share_error(comm: MPI.Intracomm, error: Exception | None, note: str) -> None:
@@ -31,10 +34,14 @@ def share_error(comm: MPI.Intracomm, error: Exception | None, note: str) -> None
 def _portable(error: Exception | None) -> Exception:
     """An equal exception that survives pickling; a MpidpError with the same text when the original does not."""
     try:
-        return cast(Exception, pickle.loads(pickle.dumps(error)))
+        copy = cast(Exception, pickle.loads(pickle.dumps(error)))
+        if str(copy) == str(error):
+            return copy
     except Exception:
-        # Some exceptions cannot be rebuilt from their arguments. The type's name and the text are what matters.
-        copy = MpidpError(f"{type(error).__name__}: {error}")
-        for note in getattr(error, "__notes__", []):
-            copy.add_note(note)
-        return copy
+        log.debug("this exception does not survive pickling", exc_info=True)
+    # Some exceptions cannot be rebuilt from their arguments, or say something else then. The type's name and the text
+    # are what matters.
+    substitute = MpidpError(f"{type(error).__name__}: {error}")
+    for note in getattr(error, "__notes__", []):
+        substitute.add_note(note)
+    return substitute

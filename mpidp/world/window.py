@@ -15,8 +15,7 @@ SHARED_MEMORY = "/dev/shm"
 class SharedWindow:
     """Equal segments of node-shared memory, one for each rank of the node. Construction is collective on the node.
 
-    It is never freed before the program ends: tensors may still point into it, and freeing is collective, which a
-    garbage collector cannot be.
+    It is freed by `free`, or with the process: freeing is collective, which a garbage collector cannot be.
 
     Attributes:
         segments: one uint8 tensor a rank of the node, page-aligned and zeroed; all alias the same memory everywhere.
@@ -51,6 +50,12 @@ class SharedWindow:
         self._window.Sync()
         self._comm.Barrier()
         self._window.Sync()
+
+    def free(self) -> None:
+        """Gives the memory back; no tensor may point into it any more. Collective on the node."""
+        self.segments = ()
+        self._window.Unlock_all()
+        self._window.Free()
 
 
 def free_shared_memory() -> int | None:

@@ -1,0 +1,121 @@
+"""What the user asked for and the facts of this world in, a reducer with its options and the reason out."""
+
+from dataclasses import dataclass
+
+from mpidp.errors import LaunchError
+from mpidp.reduce.measure import Timing, candidates, measure
+from mpidp.reduce.options import ReducerOptions
+from mpidp.reduce.reducer import REDUCERS, Reducer
+from mpidp.reduce.wire import WIRES
+from mpidp.world.world import World
+
+# How many times slower than the fastest the first candidate must be to lose its place.
+CLEARLY = 1.3
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A reducer, how it is to work, and why it was taken."""
+
+    name: str
+    options: ReducerOptions
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the choice depends on."""
+
+    size: int
+    num_nodes: int
+    max_local_size: int
+    device_type: str
+    cuda_aware: bool
+    aware_reason: str
+
+
+def facts_of(world: World) -> Facts:
+    """The facts of a world; the same on every rank."""
+    topology, aware = world.topology, world.cuda_aware
+    return Facts(world.size, topology.num_nodes, topology.max_local_size, world.device.type, aware.aware, aware.reason)
+
+
+def choose(name: str, facts: Facts, options: ReducerOptions) -> Choice | None:
+    """The choice where the facts decide it; None where "auto" has to measure. Pure.
+
+    Raises:
+        LaunchError: an unknown name or wire, or a reducer that cannot work here.
+    """
+    if options.wire not in WIRES:
+        raise LaunchError(f"wire {options.wire!r} is unknown; allowed are {', '.join(WIRES)}")
+    if name == "auto":
+        return _choose_automatically(facts, options)
+    if name not in REDUCERS:
+        raise LaunchError(f"reducer {name!r} is unknown; allowed are auto, {', '.join(REDUCERS)}")
+    if name in ("flat", "naive") and facts.device_type == "cuda" and not facts.cuda_aware:
+        raise LaunchError(
+            f"reducer {name!r} gives device memory to MPI, and this MPI must not get it: {facts.aware_reason}. "
+            f"Use reducer 'auto' or 'staged', or a CUDA-aware MPI."
+        )
+    if name == "node" and facts.device_type == "cuda":
+        raise LaunchError("reducer 'node' is for gradients in host memory: use 'auto', or 'staged', which sums there")
+    return Choice(name, options, "as asked")
+
+
+def decide(world: World, name: str, options: ReducerOptions, num_bytes: int) -> Choice:
+    """The choice, measured if need be; the same on every rank. Collective.
+
+    Args:
+        world: the ranks.
+        name: what the user asked for.
+        options: how the reducer is to work.
+        num_bytes: bytes of the model's gradients.
+    """
+    facts = facts_of(world)
+    choice = choose(name, facts, options)
+    if choice is not None:
+        return choice
+    tried = candidates(facts.num_nodes, facts.max_local_size, options)
+    return pick(measure(world, tried, num_bytes))
+
+
+def pick(timings: list[Timing]) -> Choice:
+    """The first candidate, unless another is clearly faster; with the measurement as its reason. Pure.
+
+    Ways of reducing add in different orders. Runs on equal machines should add in the same order, and not in that
+    which the noise of a short measurement happened to favour.
+    """
+    best = min(timings, key=lambda timing: timing.seconds)
+    if timings[0].seconds < CLEARLY * best.seconds:
+        best = timings[0]
+    others = [f"{timing.seconds * 1e3:.1f} ms {timing.candidate}" for timing in timings if timing is not best]
+    against = f", against {', '.join(others)}" if others else ""
+    reason = f"{best.seconds * 1e3:.1f} ms for a sample{against}"
+    return Choice(best.candidate.name, best.candidate.options, reason)
+
+
+def wants_overlap(world: World, choice: Choice) -> bool:
+    """Whether to reduce while backward runs, when the user leaves it open; the same on every rank.
+
+    It helps where a reduction waits for a network or a device. On the cores of one node it would compete with
+    backward for them.
+    """
+    return choice.name != "null" and (world.num_nodes > 1 or world.device.type == "cuda")
+
+
+def make_reducer(world: World, choice: Choice) -> Reducer:
+    """The reducer chosen. Collective."""
+    return REDUCERS[choice.name](world, choice.options)
+
+
+def _choose_automatically(facts: Facts, options: ReducerOptions) -> Choice | None:
+    if facts.size == 1:
+        return Choice("null", options, "one rank has nothing to reduce")
+    if facts.device_type == "cpu":
+        return None
+    if facts.cuda_aware:
+        return Choice("flat", options, f"MPI takes device memory: {facts.aware_reason}")
+    return Choice("staged", options, f"through host memory: {facts.aware_reason}")

@@ -1,0 +1,116 @@
+"""Gradients as backward completes them in, mean gradients when it is over out: buckets and reducer at work."""
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from mpidp.reduce.buckets import Bucket, Buckets
+from mpidp.reduce.overlap import Overlap
+from mpidp.reduce.reducer import Reducer
+from mpidp.world.shared_error import share_error
+from mpidp.world.world import World
+
+
+class Reduction:
+    """The buckets of a model on their way through a reducer, after backward or while it runs.
+
+    Either way the buckets are reduced one after the other, in one order on all ranks, by the same calls, so that
+    overlap changes no bit of the result.
+
+    Attributes:
+        buckets: the gradients.
+        seconds: how long the training thread has been in `finish` so far, packing, reducing or waiting.
+        busy_s: how long reductions took so far, in whatever thread.
+
+    Args:
+        world: the ranks.
+        parameters: what to reduce, in the order in which backward finishes them.
+        reducer: the strategy.
+        bucket_bytes: size aimed at for one bucket.
+        overlap: reduce buckets in a helper thread while backward goes on.
+    """
+
+    def __init__(
+        self, world: World, parameters: Sequence[nn.Parameter], reducer: Reducer, bucket_bytes: int, overlap: bool
+    ):
+        self._world = world
+        self.reducer = reducer
+        self.buckets = Buckets(parameters, bucket_bytes, reducer.allocate)
+        self.seconds = self.busy_s = 0.0
+        self._error: Exception | None = None
+        self._bucket_of = {
+            slot.parameter: number for number, bucket in enumerate(self.buckets.buckets) for slot in bucket.layout.slots
+        }
+        self._overlap = Overlap(self._reduce, world.device) if overlap else None
+        self._begin()
+
+    def expect(self, index: int) -> None:
+        """A gradient of parameter `index` is about to be accumulated.
+
+        Raises:
+            RuntimeError: its bucket was sent already: the parameter gets gradients twice in one backward pass.
+        """
+        if self._bucket_of[index] < self._sent:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(self.buckets.parameters[index].shape)} got a second gradient in one "
+                f"backward pass, after its bucket had been sent (nested backward passes do this, as in reentrant "
+                f"activation checkpointing): use overlap=False, or checkpoint with use_reentrant=False."
+            )
+        self.buckets.expect(index)
+
+    def ready(self, index: int) -> None:
+        """Parameter `index` is complete in a pass that will reduce: hands over the buckets that are now complete."""
+        if self._overlap is None:
+            return
+        self._missing[self._bucket_of[index]].discard(index)
+        while self._sent < len(self._missing) and not self._missing[self._sent]:
+            self._send()
+
+    def finish(self) -> None:
+        """All gradients are there: returns when they are the mean over ranks. Collective."""
+        start = time.perf_counter()
+        if self._overlap is None:
+            with torch.no_grad():
+                for bucket in self.buckets.buckets:
+                    self._reduce(bucket)
+        else:
+            while self._sent < len(self._missing):
+                self._send()
+            self._overlap.wait()
+            # The helper thread cannot raise in the training thread, let alone on the other ranks.
+            error, self._error = self._error, None
+            share_error(self._world.topology.comm, error, f"on rank {self._world.rank}, reducing gradients")
+        self._begin()
+        self.seconds += time.perf_counter() - start
+
+    def close(self) -> None:
+        """Ends the helper thread and gives the parameters gradients of their own. Collective."""
+        if self._overlap is not None:
+            self._overlap.close()
+        self.buckets.release()
+        self.reducer.close()
+
+    def _begin(self) -> None:
+        """No bucket of the next pass is sent, and all parameters are missing."""
+        self._sent = 0
+        self._missing = [{slot.parameter for slot in bucket.layout.slots} for bucket in self.buckets.buckets]
+
+    def _send(self) -> None:
+        assert self._overlap is not None
+        self._overlap.submit(self.buckets.buckets[self._sent])
+        self._sent += 1
+
+    def _reduce(self, bucket: Bucket) -> None:
+        start = time.perf_counter()
+        try:
+            self.buckets.pack(bucket)
+        except Exception as error:
+            if self._overlap is None:
+                raise
+            # The other ranks are on their way into this bucket's collective: take part in it, and raise in `finish`.
+            self._error = self._error or error
+        self.reducer.mean(bucket)
+        self.buckets.unpack(bucket)
+        self.busy_s += time.perf_counter() - start

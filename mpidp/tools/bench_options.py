@@ -1,0 +1,113 @@
+"""The words after `mpidp bench allreduce` or `mpidp bench step` enter, an options dataclass leaves. Starts no MPI."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal, TypeVar
+
+import tyro
+
+from mpidp.errors import ConfigError
+
+BUFFER_ITEMSIZE = 4  # buffers are float32
+
+Options = TypeVar("Options", bound="AllreduceOptions | StepOptions")
+
+# Lists are one word with commas, as in --bytes=4096,1048576, so that options may come in any order.
+_Names = Annotated[
+    tuple[str, ...],
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="NAME,NAME",
+        instance_from_str=lambda words: tuple(words[0].split(",")),
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=lambda names: [",".join(names)],
+    ),
+]
+_Sizes = Annotated[
+    tuple[int, ...],
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="BYTES,BYTES",
+        instance_from_str=lambda words: tuple(int(word) for word in words[0].split(",")),
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=lambda sizes: [",".join(map(str, sizes))],
+    ),
+]
+
+
+@dataclass(frozen=True)
+class AllreduceOptions:
+    """Time the mean of a float32 buffer over the ranks. Run it under mpiexec or srun."""
+
+    sizes: Annotated[_Sizes, tyro.conf.arg(name="bytes")] = (4096, 1 << 20, 64 << 20)
+    """Buffer sizes in bytes."""
+    reducers: _Names = ("auto", "node", "flat", "naive", "mpi", "copy")
+    """What to time: reducers; mpi, the library's plain Allreduce; copy, the limit: all ranks copy such a buffer."""
+    against: Literal["none", "gloo"] = "none"
+    """Time torch.distributed's all_reduce over Gloo in the same run."""
+    repeats: int = 20
+    """Timed repeats of each row."""
+    json: bool = False
+    """Print one line of JSON instead of a table."""
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """Time a training step of a reference model. Run it under mpiexec or srun."""
+
+    model: Literal["transformer", "mlp"] = "transformer"
+    """Which model: 21 or 8.7 million parameters."""
+    reducers: _Names = ("null", "auto", "node", "flat")
+    """What to time: reducers; plain, the model without a wrapper."""
+    against: Literal["none", "ddp"] = "none"
+    """Time torch's DistributedDataParallel over Gloo in the same run."""
+    repeats: int = 20
+    """Timed steps of each row."""
+    json: bool = False
+    """Print one line of JSON instead of a table."""
+
+
+def parse(kind: type[Options], words: Sequence[str], console_outputs: bool = True) -> Options:
+    """Read the words after `mpidp bench allreduce` or `mpidp bench step`.
+
+    Args:
+        kind: `AllreduceOptions` or `StepOptions`.
+        words: the command line's words.
+        console_outputs: whether the parser prints help and errors.
+
+    Raises:
+        ConfigError: a value that cannot be used.
+        SystemExit: 0 after help, 2 after an error that the parser has printed.
+    """
+    options = tyro.cli(
+        kind,
+        prog=f"mpidp bench {'allreduce' if kind is AllreduceOptions else 'step'}",
+        args=words,
+        console_outputs=console_outputs,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    _check(options)
+    return options
+
+
+def check_names(names: Sequence[str], known: Sequence[str]) -> None:
+    """Raises ConfigError for a name in `--reducers` that is not known."""
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ConfigError(f"--reducers={','.join(names)}: unknown {', '.join(unknown)}. Known: {', '.join(known)}.")
+
+
+def _check(options: AllreduceOptions | StepOptions) -> None:
+    if options.repeats < 1:
+        raise ConfigError(f"--repeats={options.repeats}; expected at least 1.")
+    _check_distinct("--reducers", options.reducers)
+    if isinstance(options, AllreduceOptions):
+        _check_distinct("--bytes", options.sizes)
+        odd = [size for size in options.sizes if size <= 0 or size % BUFFER_ITEMSIZE]
+        if odd:
+            raise ConfigError(f"--bytes={odd[0]}; expected a positive multiple of {BUFFER_ITEMSIZE} (float32).")
+
+
+def _check_distinct(option: str, values: Sequence[object]) -> None:
+    if len(set(values)) < len(values):
+        raise ConfigError(f"{option}={','.join(map(str, values))}; expected each only once.")

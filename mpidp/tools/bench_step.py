@@ -1,0 +1,145 @@
+"""A model and names enter, rows with the step time under each way to average gradients leave.
+
+A step is what a training loop does: zero_grad, forward, backward with its reduction, an SGD step. The learning rate
+is 0, which costs the same and keeps the weights, so that every step of every side must show the same gradients.
+"""
+
+from collections.abc import Sequence
+from copy import deepcopy
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from mpidp.errors import MpidpError
+from mpidp.reduce.reducer import REDUCERS
+from mpidp.tools.baselines import ddp
+from mpidp.tools.bench_options import StepOptions
+from mpidp.tools.bench_report import Row
+from mpidp.tools.timing import Side, Times, measure
+from mpidp.tools.workloads import Workload, make_workload
+from mpidp.train.parallel import DataParallel
+from mpidp.world.mpi import MPI
+from mpidp.world.world import World
+
+NAMES = ("plain", "auto", *REDUCERS)
+COLUMNS = {
+    "median ms": ("median_s", 1e3),
+    "min ms": ("min_s", 1e3),
+    "max ms": ("max_s", 1e3),
+    "reduce ms": ("reduce_s", 1e3),
+    "exposed ms": ("exposed_s", 1e3),
+    "efficiency": ("efficiency", 1.0),
+}
+UNREDUCED = ("null", "plain")  # what others are compared with, the first that is there
+
+# Of a parameter's largest gradient: several roundings, and far from any wrong divisor.
+RELATIVE_TOLERANCE = 1e-4
+
+
+def step_rows(options: StepOptions, world: World) -> list[Row]:
+    """Measures the model's step under every name. Collective; inside `baselines.gloo` when DDP is asked for.
+
+    Raises:
+        MpidpError: wrong gradients; a reducer that cannot work here.
+    """
+    workload = make_workload(options.model, world)
+    names = [*options.reducers, *(["ddp"] if options.against == "ddp" else [])]
+    local = local_gradients(workload)
+    mean = mean_gradients(local, world)
+    steps = [_Step(name, workload, world) for name in names]
+    times = measure(world, [step.side(local if step.keeps_local else mean) for step in steps], options.repeats)
+    baseline = next((times[name] for name in UNREDUCED if name in times), None)
+    return [_row(step, times[step.name], baseline) for step in steps]
+
+
+def local_gradients(workload: Workload) -> list[Tensor]:
+    """This rank's own gradients, by plain torch."""
+    module = deepcopy(workload.module)
+    workload.loss(module).backward()  # type: ignore[no-untyped-call]
+    return [_gradient(parameter) for parameter in module.parameters()]
+
+
+def mean_gradients(local: Sequence[Tensor], world: World) -> list[Tensor]:
+    """Their means over ranks, summed in float64 by none of the code that is measured. Collective."""
+    means = []
+    for gradient in local:
+        total = gradient.to("cpu", torch.float64, copy=True)
+        world.comm.Allreduce(MPI.IN_PLACE, total.numpy(), op=MPI.SUM)
+        means.append((total / world.size).to(gradient))
+    return means
+
+
+class _Step:
+    """One side: a copy of the model in its wrapper, and its optimizer. Construction is collective."""
+
+    def __init__(self, name: str, workload: Workload, world: World):
+        self.name = name
+        self.workload = workload
+        self.model = _wrap(name, deepcopy(workload.module), world)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+
+    @property
+    def chosen(self) -> str | None:
+        """The reducer that is at work."""
+        return self.model.choice.name if isinstance(self.model, DataParallel) else None
+
+    @property
+    def keeps_local(self) -> bool:
+        """Whether each rank keeps its own gradients."""
+        return (self.chosen or self.name) in UNREDUCED
+
+    def side(self, expected: Sequence[Tensor]) -> Side:
+        """What is timed, and checked against the expected gradients."""
+        return Side(self.name, _nothing, self.run, partial(self._check, expected), meter=self._reduce_s)
+
+    def run(self) -> None:
+        """One training step."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.workload.loss(self.model).backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+
+    def _reduce_s(self) -> float:
+        return self.model.reduce_s if isinstance(self.model, DataParallel) else 0.0
+
+    def _check(self, expected: Sequence[Tensor]) -> None:
+        for (name, parameter), right in zip(self.model.named_parameters(), expected, strict=True):
+            error = (_gradient(parameter) - right).abs().max()
+            if not error <= RELATIVE_TOLERANCE * right.abs().max():  # NaN is wrong, too
+                raise MpidpError(
+                    f"{self.name}: the gradient of {name} is off by up to {error.item():.3g}, where the right one "
+                    f"reaches {right.abs().max().item():.3g}. Nothing was timed: times of wrong results mean nothing. "
+                    f"Check this MPI library, or choose another reducer."
+                )
+
+
+def _row(step: _Step, times: Times, baseline: Times | None) -> Row:
+    """Exposed time and efficiency are medians over repeats of each step against the baseline's of the same repeat."""
+    pairs = list(zip(times.seconds, baseline.seconds, strict=True)) if baseline else []
+    return {
+        "name": step.name,
+        "chosen": step.chosen,
+        "bytes": sum(parameter.nbytes for parameter in step.model.parameters()),
+        **times.summary(),
+        "reduce_s": median(times.metered_s) if step.chosen else None,
+        "exposed_s": median(mine - other for mine, other in pairs) if pairs else None,
+        "efficiency": median(other / mine for mine, other in pairs) if pairs else None,
+    }
+
+
+def _wrap(name: str, module: nn.Module, world: World) -> nn.Module:
+    if name == "plain":
+        return module
+    if name == "ddp":
+        return ddp(module, world)
+    return DataParallel(module, world, reducer=name, quiet=True)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _nothing() -> None:
+    """A step makes its own gradients."""

@@ -1,0 +1,95 @@
+"""Competing pieces of work enter, their times in one fair run leave; each must show a right result first."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from mpidp.world.mpi import MPI
+from mpidp.world.world import World
+
+# The first call of a kind allocates and connects, and a mistake in what it leaves behind shows only in the second.
+CHECKED_CALLS = 2
+
+
+def no_meter() -> float:
+    """The meter of work that counts nothing."""
+    return 0.0
+
+
+@dataclass(frozen=True)
+class Side:
+    """One competitor.
+
+    Attributes:
+        name: its row in the table.
+        prepare: not timed; writes fresh values, as the backward pass does before a reduction.
+        run: what is timed; collective, and safe to call again without `prepare`.
+        check: after `prepare` and one `run`; raises MpidpError when the result is wrong.
+        calls: how often a repeat calls `run`; its time is that of one call.
+        meter: a count of seconds that `run` increases, read before and after it.
+    """
+
+    name: str
+    prepare: Callable[[], None]
+    run: Callable[[], object]
+    check: Callable[[], None]
+    calls: int = 1
+    meter: Callable[[], float] = no_meter
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of each repeat, the maximum over ranks: of one call, and what the side's meter counted in it."""
+
+    seconds: list[float]
+    metered_s: list[float]
+
+    def summary(self) -> dict[str, float]:
+        """Median, minimum and maximum."""
+        return {"median_s": median(self.seconds), "min_s": min(self.seconds), "max_s": max(self.seconds)}
+
+
+def measure(world: World, sides: Sequence[Side], repeats: int) -> dict[str, Times]:
+    """Checks every side, then times all of them. Collective.
+
+    The sides take turns (A B C A B C ...), so that a machine that is busy for a while slows all alike. A repeat
+    starts when all ranks have passed a barrier and counts as long as its slowest rank.
+
+    Raises:
+        MpidpError: a side's result is wrong on some rank; raised on all, before anything is timed.
+    """
+    for side in sides:
+        for _ in range(CHECKED_CALLS):
+            side.prepare()
+            side.run()
+            with world.together(f"checking {side.name}"):
+                side.check()
+    seconds = torch.zeros(len(sides), 2, repeats, dtype=torch.float64)
+    for repeat in range(repeats):
+        for index, side in enumerate(sides):
+            seconds[index, 0, repeat], seconds[index, 1, repeat] = _time(world, side)
+    world.comm.Allreduce(MPI.IN_PLACE, seconds.numpy(), op=MPI.MAX)
+    return {side.name: Times(*seconds[index].tolist()) for index, side in enumerate(sides)}
+
+
+def _time(world: World, side: Side) -> tuple[float, float]:
+    """Seconds of one call on this rank, and those that the side's meter counted."""
+    side.prepare()
+    _finish(world.device)
+    metered = side.meter()
+    world.comm.Barrier()  # not world.barrier(): its sleeps would let the ranks start up to half a millisecond apart
+    start = time.perf_counter()
+    for _ in range(side.calls):
+        side.run()
+    _finish(world.device)
+    elapsed = time.perf_counter() - start
+    return elapsed / side.calls, (side.meter() - metered) / side.calls
+
+
+def _finish(device: torch.device) -> None:
+    """Waits for what is queued on a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,147 @@
+"""A module's parameters and outputs in; when each gradient comes, and when a backward pass is over, out.
+
+Hooks are held by autograd, where the garbage collector does not look, so they hold their listener weakly.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+
+class Listener(Protocol):
+    """Who wants to know."""
+
+    def on_gradient(self, index: int) -> None:
+        """A gradient of parameter `index` is about to be accumulated."""
+
+    def on_ready(self, index: int) -> None:
+        """Parameter `index` has all the gradient that this pass has for it, be it none."""
+
+    def on_end(self) -> None:
+        """A backward pass that came to at least one parameter is over."""
+
+
+class BackwardWatch:
+    """Watches the parameters, and those backward passes that come to them.
+
+    `torch.autograd.grad`, which accumulates nothing, is not reported. Of nested passes (reentrant activation
+    checkpointing) only the end of the outer one is, and only what it accumulates itself is ever ready before its end.
+
+    Args:
+        parameters: what to watch.
+        listener: is told; held weakly.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], listener: Listener):
+        self.listener = weakref.ref(listener)
+        self.handles: list[RemovableHandle] = []
+        self._accumulators: list[Any] = []  # a parameter holds its accumulator only weakly, and the hooks with it
+        self._pass: weakref.ref[_Pass] | None = None
+        for index, parameter in enumerate(parameters):
+            accumulator = get_gradient_edge(parameter).node
+            self._accumulators.append(accumulator)
+            self.handles.append(accumulator.register_prehook(_BeforeAccumulation(self, index)))
+            after = _AfterAccumulation(self, index)
+            self.handles.append(parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
+
+    def watch_output(self, output: Any) -> None:
+        """Asks to be called when backward enters the module, so that of nested passes the outer one is known."""
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.grad_fn.register_prehook(_Entry(self))
+
+    def remove(self) -> None:
+        """Takes all hooks away."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        self._accumulators.clear()
+
+    def enter(self) -> None:
+        """A backward pass has come to an output, or to a parameter without passing an output."""
+        task = torch._C._current_graph_task_id()
+        running = self._running()
+        if running is None or running.task != task:
+            end = _Pass(self, task)
+            self._pass = weakref.ref(end)
+            _call_at_end_of_backward(end)
+
+    def before_accumulation(self, index: int, gradient: Tensor | None) -> None:
+        """None is the gradient of a batch without samples: it adds nothing."""
+        if self._running() is None:
+            self.enter()
+        running, listener = self._running(), self.listener()
+        assert running is not None
+        running.came_to_parameter = True
+        if gradient is not None and listener is not None:
+            listener.on_gradient(index)
+
+    def after_accumulation(self, index: int) -> None:
+        """Runs for parameters whose gradient is None, too."""
+        running, listener = self._running(), self.listener()
+        if running is not None and listener is not None and running.task == torch._C._current_graph_task_id():
+            listener.on_ready(index)
+
+    def _running(self) -> "_Pass | None":
+        """The pass we wait for; None when there is none, or it failed and autograd has forgotten it."""
+        return self._pass() if self._pass else None
+
+
+class _Pass:
+    """A backward pass. Autograd alone keeps it, as long as it runs, and calls it at the end."""
+
+    def __init__(self, watch: BackwardWatch, task: int):
+        self._watch = watch
+        self.task = task
+        self.came_to_parameter = False
+
+    def __call__(self) -> None:
+        self._watch._pass = None
+        listener = self._watch.listener()
+        if self.came_to_parameter and listener is not None:
+            listener.on_end()
+
+
+class _Entry:
+    """At an output of the module. The graph keeps it as long as somebody keeps the output."""
+
+    def __init__(self, watch: BackwardWatch):
+        self._watch = weakref.ref(watch)
+
+    def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
+        watch = self._watch()
+        if watch is not None:
+            watch.enter()
+
+
+class _BeforeAccumulation:
+    def __init__(self, watch: BackwardWatch, index: int):
+        self._watch = weakref.ref(watch)
+        self._index = index
+
+    def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
+        watch = self._watch()
+        if watch is not None:
+            watch.before_accumulation(self._index, gradients[0])
+
+
+class _AfterAccumulation:
+    def __init__(self, watch: BackwardWatch, index: int):
+        self._watch = weakref.ref(watch)
+        self._index = index
+
+    def __call__(self, parameter: Tensor) -> None:
+        watch = self._watch()
+        if watch is not None:
+            watch.after_accumulation(self._index)
+
+
+def _call_at_end_of_backward(end: _Pass) -> None:
+    """Torch's own DDP and FSDP end their backward passes by this door, too; there is no public one."""
+    torch.autograd.Variable._execution_engine.queue_callback(end)

@@ -1,0 +1,62 @@
+"""The run file's reduce section in, the wrapped model out; and what "auto" chose, kept with the run.
+
+The way of reducing decides in which order numbers are added. A resumed run takes the way of its first start, so that
+it continues bit for bit, and does not measure again.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from mpidp.config import ReduceSection
+from mpidp.train.parallel import DataParallel
+from mpidp.world.world import World
+
+FILE = "reducer.json"
+_OVERLAP = {"auto": None, "on": True, "off": False}
+
+
+def wrap(module: nn.Module, world: World, section: ReduceSection, resume: Path | None) -> DataParallel:
+    """The model as the run file wants it reduced, or as before if this is a resume on as many ranks. Collective."""
+    name, piece_bytes, overlap = section.reducer, section.piece_bytes, _OVERLAP[section.overlap]
+    if resume is not None and section.reducer == "auto":
+        remembered = world.from_root(lambda: _read(resume / FILE, world))
+        if remembered is not None:
+            name, piece_bytes, overlap = remembered["reducer"], remembered["piece_bytes"], remembered["overlap"]
+    return DataParallel(
+        module,
+        world,
+        reducer=name,
+        bucket_bytes=section.bucket_bytes,
+        wire=section.wire,
+        error_feedback=section.error_feedback,
+        piece_bytes=piece_bytes,
+        overlap=overlap,
+        quiet=True,
+    )
+
+
+def remember(model: DataParallel, run_folder: Path) -> None:
+    """Writes down how the model is reduced, for the next start on as many ranks and nodes."""
+    world = model.world
+    if world.rank != 0:
+        return
+    facts = {
+        "ranks": world.size,
+        "nodes": world.num_nodes,
+        "reducer": model.choice.name,
+        "piece_bytes": model.choice.options.piece_bytes,
+        "overlap": model.overlap,
+        "reason": model.choice.reason,
+    }
+    (run_folder / FILE).write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def _read(path: Path, world: World) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    facts: dict[str, Any] = json.loads(path.read_text())
+    same = (facts["ranks"], facts["nodes"]) == (world.size, world.num_nodes)
+    return facts if same else None

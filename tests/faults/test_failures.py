@@ -1,0 +1,194 @@
+"""Ranks that fail, or just end: the job ends within seconds, with the right code, and says who it was."""
+
+import socket
+
+import pytest
+
+from jobs import Result, run_job
+
+START = """
+import os, signal, sys, threading, time
+import mpidp
+world = mpidp.init()
+"""
+WAIT = "\nworld.sum([1.0])\nworld.barrier()\nprint('end of rank', world.rank, flush=True)\n"
+
+
+def run(code: str, ranks: int = 3, **environment: str) -> Result:
+    return run_job(["-c", START + code + WAIT], ranks, environment=environment)
+
+
+def tag(rank: int, ranks: int = 3) -> str:
+    return f"[rank {rank} of {ranks} on {socket.gethostname()}]"
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_an_exception_ends_the_job(rank: int) -> None:
+    """Behaviour 30: the others wait in a collective; the traceback is readable and says whose it is."""
+    result = run(f"if world.rank == {rank}: 1 / 0")
+    assert result.code == 1
+    assert tag(rank) in result.output
+    assert result.output.count("ZeroDivisionError: division by zero") == 1
+    assert "Traceback" in result.output
+    assert "end of rank" not in result.output
+
+
+def test_an_exception_in_a_helper_thread_ends_the_job() -> None:
+    """Behaviour 30: all main threads wait."""
+    result = run(
+        """
+def load():
+    raise OSError("the disk is gone")
+if world.rank == 1:
+    threading.Thread(target=load, name="loader").start()
+    time.sleep(60)
+"""
+    )
+    assert result.code == 1
+    assert f"{tag(1)} in thread loader" in result.output
+    assert "OSError: the disk is gone" in result.output
+
+
+EXITS = {
+    "sys.exit(7)": 7,
+    "sys.exit('no such file')": 1,
+    "raise SystemExit(7)": 7,
+    "exit(7)": 7,
+}
+
+
+@pytest.mark.parametrize("statement", EXITS)
+def test_leaving_with_a_code_ends_the_job(statement: str) -> None:
+    """Behaviour 30: all ways to leave that Python offers, and the code is the launcher's, too."""
+    result = run(f"if world.rank == 1: {statement}")
+    assert result.code == EXITS[statement]
+    assert tag(1) in result.output
+    assert "end of rank" not in result.output
+
+
+CAUGHT = {
+    "dropped": "try:\n    sys.exit(7)\nexcept SystemExit:\n    pass",
+    "kept": "try:\n    sys.exit(7)\nexcept SystemExit as error:\n    kept = error",
+    "kept in a cycle": """
+def main():
+    try:
+        sys.exit(7)
+    except SystemExit as error:
+        kept = error
+main()
+""",
+    "by a context manager": "import contextlib\nwith contextlib.suppress(SystemExit):\n    sys.exit(7)",
+}
+
+
+@pytest.mark.parametrize("how", CAUGHT)
+def test_a_caught_exit_is_no_failure(how: str) -> None:
+    """Behaviour 30."""
+    result = run(CAUGHT[how])
+    assert result.code == 0, result.output
+    assert result.stdout.count("end of rank") == 3
+    assert "left the job" not in result.output
+
+
+def test_an_exit_caught_and_raised_again_ends_the_job() -> None:
+    """Behaviour 30: the traceback's frame keeps the exception alive in a cycle."""
+    result = run(
+        """
+def main():
+    try:
+        sys.exit(7)
+    except SystemExit as error:
+        kept = error
+        raise
+if world.rank == 1:
+    main()
+"""
+    )
+    assert result.code == 7
+    assert tag(1) in result.output
+
+
+def test_an_exit_of_a_thread_ends_the_thread_only() -> None:
+    """Behaviour 30: as Python has it."""
+    result = run("thread = threading.Thread(target=lambda: sys.exit(7)); thread.start(); thread.join()")
+    assert result.code == 0, result.output
+    assert result.stdout.count("end of rank") == 3
+
+
+def test_an_error_of_all_ranks_is_printed_once() -> None:
+    """Behaviour 30: with the note that says where it came from."""
+    result = run(
+        """
+with world.together("opening the data"):
+    if world.rank == 2:
+        raise mpidp.errors.DataError("no file x.h5")
+"""
+    )
+    assert result.code == 1
+    assert result.output.count("no file x.h5") == 1
+    assert tag(0) in result.output and tag(1) not in result.output and tag(2) not in result.output
+    assert f"on rank 2 of 3 ({socket.gethostname()}), opening the data" in result.output
+
+
+def test_an_interrupt_has_the_code_of_its_signal() -> None:
+    """Behaviour 30: 128 + SIGINT."""
+    assert run("if world.rank == 1: raise KeyboardInterrupt").code == 130
+
+
+def test_a_killed_rank_ends_the_job() -> None:
+    """Behaviour 31, without fault tolerance."""
+    result = run("if world.rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
+    assert result.code != 0
+    assert "end of rank" not in result.output
+
+
+LIVE = """
+import torch
+model = mpidp.DataParallel(torch.nn.Linear(3, 2), world)
+model(torch.ones(4, 3)).sum().backward()
+loader = iter(mpidp.HDF5Loader("data/digits.h5", ["x", "y"], 30, world=world))
+next(loader)
+"""
+
+
+@pytest.mark.parametrize("ranks", [0, 1, 3])
+def test_exit_after_success(ranks: int) -> None:
+    """Behaviour 36: with a wrapped model, gradients and a loader's thread still there; 0 ranks: no launcher."""
+    result = run(LIVE, ranks)
+    assert result.code == 0, result.output
+    assert result.stdout.count("end of rank") == max(1, ranks)
+
+
+@pytest.mark.parametrize("ranks", [0, 3])
+def test_exit_after_an_exception(ranks: int) -> None:
+    """Behaviour 36."""
+    result = run(LIVE + "if world.rank == 0: raise RuntimeError('out of luck')", ranks)
+    assert result.code == 1
+    assert result.output.count("RuntimeError: out of luck") == 1
+
+
+def test_exit_at_different_times() -> None:
+    """Behaviour 36: the last rank still works when the others have ended."""
+    result = run_job(["-c", START + "time.sleep(2 * (world.rank == 0)); print('end of rank')"], 3)
+    assert result.code == 0, result.output
+    assert result.stdout.count("end of rank") == 3
+
+
+def test_a_rank_whose_loss_goes_past_the_whole_model() -> None:
+    """Behaviour 14: no parameter of the second model is used on rank 0; it contributes zero."""
+    result = run(
+        """
+import torch
+class Skip(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 3)
+    def forward(self, x):
+        return x if world.rank == 0 else self.layer(x)
+first = mpidp.DataParallel(torch.nn.Linear(3, 3), world)
+second = mpidp.DataParallel(Skip(), world)
+second(first(torch.ones(2, 3))).sum().backward()
+assert second.module.layer.bias.grad is not None
+"""
+    )
+    assert result.code == 0, result.output

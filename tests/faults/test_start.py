@@ -1,0 +1,92 @@
+"""Ways in which a job is started, right and wrong: without a launcher, with another one's, and with MPI running."""
+
+import pytest
+
+from jobs import run_job
+
+INIT = "import mpidp; world = mpidp.init(); print('rank', world.rank, 'of', world.size)\n"
+BY_USER = "import mpi4py; mpi4py.rc.thread_level = {level!r}; from mpi4py import MPI; assert MPI.Is_initialized()\n"
+
+
+def test_without_a_launcher_it_is_a_world_of_one() -> None:
+    """Behaviour 6: training gives the bits of plain torch."""
+    result = run_job(
+        [
+            "-c",
+            INIT
+            + """
+import torch
+torch.manual_seed(0)
+plain = torch.nn.Linear(5, 3)
+model = torch.nn.Linear(5, 3)
+model.load_state_dict(plain.state_dict())
+wrapped = mpidp.DataParallel(model, world)
+x = torch.randn(4, 5)
+for each in (plain, wrapped):
+    optimizer = torch.optim.AdamW(each.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        each(x).square().mean().backward()
+        optimizer.step()
+assert all(map(torch.equal, plain.parameters(), wrapped.parameters()))
+""",
+        ],
+        0,
+    )
+    assert result.code == 0, result.output
+    assert "rank 0 of 1" in result.stdout
+
+
+WRONG_LAUNCHERS = {
+    "Open MPI's mpiexec": {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"},
+    "Slurm's srun": {
+        "SLURM_JOB_ID": "9",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_PROCID": "2",
+        "SLURM_LOCALID": "2",
+    },
+}
+
+
+@pytest.mark.parametrize("launcher", WRONG_LAUNCHERS)
+def test_a_launcher_that_this_mpi_does_not_understand(launcher: str) -> None:
+    """Behaviour 37: instead of every process training alone."""
+    result = run_job(["-c", INIT], 0, environment=WRONG_LAUNCHERS[launcher])
+    assert result.code == 1
+    assert "rank 0 of 1" not in result.stdout
+    assert f"LaunchError: {launcher} started 4 processes, but MPI sees 1" in result.stderr
+    assert ("srun --mpi=pm" if "srun" in launcher else "mpiexec that belongs to this library") in result.stderr
+
+
+def test_a_batch_script_is_one_process() -> None:
+    """Behaviour 37: `python train.py` in an allocation of 4 tasks, without srun."""
+    environment = {"SLURM_JOB_ID": "9", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    result = run_job(["-c", INIT], 0, environment=environment)
+    assert result.code == 0, result.output
+    assert "rank 0 of 1" in result.stdout
+
+
+@pytest.mark.parametrize("level", ["multiple", "serialized"])
+def test_mpi_started_earlier_by_the_user(level: str) -> None:
+    """Behaviour 39: and it goes on working for the user."""
+    result = run_job(["-c", BY_USER.format(level=level) + INIT + "assert MPI.COMM_WORLD.allreduce(1) == 2"], 2)
+    assert result.code == 0, result.output
+    assert sorted(result.stdout.split("\n"))[-2:] == ["rank 0 of 2", "rank 1 of 2"]
+
+
+@pytest.mark.parametrize("level", ["funneled", "single"])
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_too_low_a_thread_level(level: str, ranks: int) -> None:
+    """Behaviour 39: an error that says what was found, what is needed, and two ways out."""
+    result = run_job(["-c", BY_USER.format(level=level) + INIT], ranks)
+    assert result.code != 0
+    assert "rank 0 of" not in result.stdout
+    for part in (
+        "LaunchError",
+        f"MPI_THREAD_{level.upper()}",
+        "MPI_THREAD_SERIALIZED",
+        "mpidp.init()",
+        "Init_thread(MPI.THREAD_MULTIPLE)",
+    ):
+        assert part in result.stderr

@@ -1,0 +1,129 @@
+"""`HDF5Loader` on real ranks: the same global batches at any size, and errors on every rank."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812  # the name every PyTorch program gives it
+
+from mpidp.errors import DataError, MismatchError
+from mpidp.hdf5.loader import HDF5Loader
+from mpidp.hdf5.order import Shuffle
+from mpidp.world.world import World
+
+SHUFFLES: tuple[Shuffle, ...] = ("lanes", "full", "none")
+ROWS = 203
+
+
+@pytest.fixture
+def path(world: World, tmp_path: Path) -> Iterator[Path]:
+    """A file that rank 0 writes, seen by all: row i holds x = [i, -i], y = i % 3."""
+    path = Path(world.broadcast(str(tmp_path / "data.h5")))
+    if world.rank == 0:
+        i = np.arange(ROWS)
+        with h5py.File(path, "w") as file:
+            file.create_dataset("x", data=np.stack([i, -i], 1).astype("f4"), chunks=(8, 2), compression="gzip")
+            file.create_dataset("y", data=(i % 3).astype("i8"), chunks=(16,))
+    world.barrier()
+    yield path
+    world.barrier()
+
+
+def make(path: Path, world: World, **options: Any) -> HDF5Loader:
+    return HDF5Loader(path, **{"fields": ("x", "y"), "global_batch": 16, "lanes": 8, "world": world, **options})
+
+
+def global_rows(world: World, indices: np.ndarray) -> list[int]:
+    """Return the row numbers of all ranks, sorted."""
+    return sorted(np.concatenate(world.comm.allgather(indices)).tolist())
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_global_batches_are_those_of_one_rank(world: World, path: Path, shuffle: Shuffle) -> None:
+    """Behaviours 23 and 24, over two epochs."""
+    loader = make(path, world, shuffle=shuffle)
+    alone = make(path, None, shuffle=shuffle)  # type: ignore[arg-type]
+    for epoch in range(2):
+        seen: list[int] = []
+        plan = alone.order.plan(epoch)
+        for step, batch in enumerate(loader):
+            np.testing.assert_array_equal(batch.x[:, 0].numpy(), batch.indices)
+            rows = global_rows(world, batch.indices)
+            assert rows == sorted(plan.rows(plan.local_indices(step * 16, 1, 0)).tolist())
+            assert len(rows) == batch.global_size
+            seen += rows
+        assert sorted(seen) == list(range(ROWS))
+        assert step + 1 == len(loader) == len(alone)
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_resume_from_one_rank(world: World, path: Path, shuffle: Shuffle) -> None:
+    """Behaviour 25: saved by one rank with another global batch, resumed by all."""
+    alone = make(path, None, global_batch=25, seed=4, shuffle=shuffle)  # type: ignore[arg-type]
+    batches = iter(alone)
+    seen = [row for _ in range(3) for row in next(batches).indices.tolist()]
+    loader = make(path, world, shuffle=shuffle)
+    loader.load_state_dict(alone.state_dict())
+    alone.close()
+    rest = [row for batch in loader for row in global_rows(world, batch.indices)]
+    assert sorted(seen + rest) == list(range(ROWS))
+
+
+def test_validation_counts_every_sample_once(world: World, path: Path) -> None:
+    """Behaviour 26: a metric over uneven parts equals that of one process."""
+    loader = make(path, world, shuffle="none", split=("validation", 0.3), global_batch=7)
+    alone = make(path, None, shuffle="none", split=("validation", 0.3), global_batch=61)  # type: ignore[arg-type]
+    expected = next(iter(alone)).x[:, 0].mean().item()
+    sums = [0.0, 0.0]
+    for batch in loader:
+        sums = [sums[0] + batch.x[:, 0].sum().item(), sums[1] + batch.size]
+    total, count = world.sum(sums)
+    assert count == 61 == loader.num_samples
+    assert total / count == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("global_batch", [1, 16])
+def test_weighed_gradients_average_to_those_of_one_rank(world: World, path: Path, global_batch: int) -> None:
+    """Behaviours 7 and 16: the plain mean over ranks, some without samples, is the mean over the batch."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 3).double()
+    batch = next(iter(make(path, world, global_batch=global_batch)))
+    whole = next(iter(make(path, None, global_batch=global_batch)))  # type: ignore[arg-type]
+    batch.weigh(F.cross_entropy(model(batch.x.double() / ROWS), batch.y)).backward()
+    gradient = model.weight.grad
+    found = np.zeros((3, 2)) if gradient is None else gradient.numpy().copy()
+    found = sum(world.comm.allgather(found)) / world.size
+    model.zero_grad()
+    F.cross_entropy(model(whole.x.double() / ROWS), whole.y).backward()
+    np.testing.assert_allclose(found, model.weight.grad.numpy(), rtol=1e-12)
+
+
+def test_counts_are_summed_over_ranks(world: World, path: Path) -> None:
+    """Behaviour 16: the mean over tokens; rank r has r of them, so rank 0 has none."""
+    batch = next(iter(make(path, world)))
+    loss = torch.tensor(float(world.rank) if world.rank else float("nan"))
+    weighed = batch.weigh(loss, count=world.rank).item()
+    counts = np.arange(world.size)
+    expected = (counts**2).sum() / max(1, counts.sum())
+    assert world.mean(weighed) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("fields", [("x", "z"), ("x", "y")])
+def test_errors_reach_every_rank(world: World, path: Path, fields: tuple[str, ...]) -> None:
+    """Behaviour 29: a missing dataset, and a missing file, which rank 0 finds and all ranks raise."""
+    missing = path if "z" in fields else path.with_name("missing.h5")
+    text = 'no dataset "z"' if "z" in fields else "no such file"
+    with pytest.raises(DataError, match=text):
+        make(missing, world, fields=fields)
+    assert world.all(True)  # all ranks are here: none still waits in the constructor
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_disagree(world: World, path: Path) -> None:
+    """Behaviour 33: an error on every rank that names both sides."""
+    with pytest.raises(MismatchError, match=r"rank 1 made .*\(16, 1, .*rank 0 with .*\(16, 0, "):
+        make(path, world, seed=world.rank)

@@ -1,0 +1,92 @@
+"""Gradients go in, 16 bits travel; what comes out is compared with the exact mean and with the stated bound."""
+
+import pytest
+import torch
+from mpi_helpers import same_bits
+from torch import Tensor, nn
+
+import mpidp
+from mpidp.reduce.buckets import Buckets
+from mpidp.reduce.options import ReducerOptions
+from mpidp.reduce.reducer import REDUCERS
+
+SUMMING = [name for name in REDUCERS if name != "null"]
+# Of the largest contribution: half a unit in the last place when it is sent, as much for the mean.
+BOUND = {"bf16": 2.0**-7, "fp16": 2.0**-10}
+SIZES = (1, 33, 5000, 20001)
+
+
+def reduce(world: mpidp.World, name: str, options: ReducerOptions, contributions: list[Tensor]) -> list[Tensor]:
+    """The means of this rank's contributions by a reducer."""
+    reducer = REDUCERS[name](world, options)
+    buckets = Buckets([nn.Parameter(torch.zeros_like(c)) for c in contributions], 1 << 16, reducer.allocate)
+    for index, contribution in enumerate(contributions):
+        buckets.expect(index)
+        buckets.parameters[index].grad.copy_(contribution)  # type: ignore[union-attr]
+    for bucket in buckets.buckets:
+        buckets.pack(bucket)
+        reducer.mean(bucket)
+        buckets.unpack(bucket)
+    means = [parameter.grad.clone() for parameter in buckets.parameters if parameter.grad is not None]
+    reducer.close()
+    return means
+
+
+def of_rank(rank: int, numel: int, scale: float = 1.0) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(1000 * rank + numel)) * scale
+
+
+@pytest.mark.parametrize("name", SUMMING)
+@pytest.mark.parametrize("wire", BOUND)
+@pytest.mark.parametrize("piece_bytes", [4096, 1 << 20])
+def test_error_is_within_the_stated_bound(world: mpidp.World, name: str, wire: str, piece_bytes: int) -> None:
+    """Behaviour 4: float32 out, the same bits on all ranks, the error bounded."""
+    means = reduce(world, name, ReducerOptions(piece_bytes, wire), [of_rank(world.rank, numel) for numel in SIZES])
+    for numel, mean in zip(SIZES, means, strict=True):
+        everybody = torch.stack([of_rank(rank, numel) for rank in range(world.size)]).double()
+        bound = everybody.abs().amax(0) * BOUND[wire] + 2.0**-24
+        assert mean.dtype == torch.float32
+        assert bool(((mean - everybody.mean(0)).abs() <= bound).all())
+    assert same_bits(world, means)
+
+
+@pytest.mark.parametrize("name", SUMMING)
+def test_mean_does_not_overflow_where_the_sum_would(world: mpidp.World, name: str) -> None:
+    """Behaviour 4: 60000 fits into float16, twice that does not."""
+    for dtype, wire in ((torch.float32, "fp16"), (torch.float16, "full")):
+        (mean,) = reduce(world, name, ReducerOptions(4096, wire), [torch.full((9000,), 60000.0, dtype=dtype)])
+        assert mean.dtype == dtype
+        assert bool((mean == 60000).all())
+
+
+@pytest.mark.parametrize("name", SUMMING)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_a_wire_shortens_float32_only(world: mpidp.World, name: str, dtype: torch.dtype) -> None:
+    contributions = [of_rank(world.rank, numel).to(dtype) for numel in SIZES]
+    full = reduce(world, name, ReducerOptions(), contributions)
+    shortened = reduce(world, name, ReducerOptions(wire="bf16"), contributions)
+    for expected, found in zip(full, shortened, strict=True):
+        assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize("name", ["flat", "naive"])
+def test_error_feedback_loses_nothing_over_many_steps(world: mpidp.World, name: str) -> None:
+    """A gradient far below half a unit in the last place of a large one is lost for ever without feedback."""
+    options = ReducerOptions(wire="bf16", error_feedback=True)
+    reducer = REDUCERS[name](world, options)
+    buckets = Buckets([nn.Parameter(torch.zeros(1000))], 1 << 20, reducer.allocate)
+    small = 1 + 2.0**-11  # bfloat16 has steps of 2^-7 here
+    total = torch.zeros(1000)
+    for _ in range(64):
+        buckets.expect(0)
+        gradient = buckets.parameters[0].grad
+        assert gradient is not None
+        gradient.fill_(small)
+        (bucket,) = buckets.buckets
+        buckets.pack(bucket)
+        reducer.mean(bucket)
+        buckets.unpack(bucket)
+        total += gradient
+        buckets.parameters[0].grad = None
+    torch.testing.assert_close(total, torch.full((1000,), 64 * small), rtol=0, atol=2.0**-7)
+    assert abs(64 * small - 64) > 2.0**-7  # what would be lost

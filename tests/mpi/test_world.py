@@ -1,0 +1,172 @@
+"""The World's facts and collective helpers."""
+
+import math
+import socket
+from typing import Any, NoReturn
+
+import pytest
+from mpi4py import MPI
+
+import mpidp
+from mpidp.errors import DataError, MpidpError
+
+
+class UnpicklableError(RuntimeError):
+    """Cannot be rebuilt from its arguments."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+class PrefixingError(RuntimeError):
+    """Would grow if it were rebuilt from its arguments."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"cannot open {path}")
+
+
+def fail(error: Exception) -> NoReturn:
+    raise error
+
+
+def test_facts(world: mpidp.World) -> None:
+    assert (world.rank, world.size) == (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
+    assert world.comm.allgather(world.rank) == list(range(world.size))
+    assert world.host == socket.gethostname()
+    assert 0 <= world.local_rank < world.local_size
+    assert world.num_nodes == len(set(world.comm.allgather(world.node)))
+    assert MPI.Comm.Compare(world.comm, MPI.COMM_WORLD) == MPI.CONGRUENT  # a duplicate, not the thing itself
+
+
+def test_init_is_idempotent(world: mpidp.World) -> None:
+    assert mpidp.init() is world
+    if world.rank == 0:
+        assert mpidp.init() is world  # not collective any more
+
+
+@pytest.mark.parametrize("setter", ["nobody", "everybody", "first", "last"])
+def test_any_and_all(world: mpidp.World, setter: str) -> None:
+    last = world.size - 1
+    flag = {"nobody": False, "everybody": True, "first": world.rank == 0, "last": world.rank == last}[setter]
+    assert world.any(flag) is (setter != "nobody")
+    assert world.all(flag) is (setter == "everybody" or (setter != "nobody" and world.size == 1))
+
+
+def test_sum(world: mpidp.World) -> None:
+    ranks = range(world.size)
+    assert world.sum([world.rank, 0.5, -1]) == [sum(ranks), 0.5 * world.size, -world.size]
+    assert world.sum([]) == []
+    assert world.sum([2**53 - 1 if world.rank == 0 else 0]) == [2**53 - 1]  # counts stay exact
+
+
+def test_mean(world: mpidp.World) -> None:
+    ranks = range(world.size)
+    assert world.mean(world.rank) == sum(ranks) / world.size
+    weights = [rank + 1 for rank in ranks]
+    expected = sum(rank * weight for rank, weight in zip(ranks, weights, strict=True)) / sum(weights)
+    assert world.mean(world.rank, weights[world.rank]) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_mean_ignores_what_has_no_weight(world: mpidp.World, value: float) -> None:
+    """Behaviour 16."""
+    empty = world.rank == 0 and world.size > 1
+    assert world.mean(value if empty else 2.5, 0 if empty else 3) == 2.5
+    assert not math.isfinite(world.mean(value if world.rank == 0 else 1.0))
+
+
+def test_mean_of_nothing(world: mpidp.World) -> None:
+    with pytest.raises(ValueError, match="weights sum to 0"):
+        world.mean(1.0, 0)
+
+
+def test_broadcast(world: mpidp.World) -> None:
+    value = {"a": [1, None], "who": world.rank}
+    assert world.broadcast(value if world.rank == 0 else None) == {"a": [1, None], "who": 0}
+    assert world.broadcast(None) is None
+
+
+def test_barrier(world: mpidp.World) -> None:
+    world.barrier()
+    world.barrier(timeout_s=60)
+
+
+def test_barrier_times_out(world: mpidp.World) -> None:
+    """Behaviour 32: rank 0 comes only when the others have given up."""
+    if world.rank == 0:
+        for _ in range(world.size - 1):
+            MPI.COMM_WORLD.recv()
+        world.barrier()
+        return
+    with pytest.raises(TimeoutError) as caught:
+        world.barrier(timeout_s=0.05)
+    MPI.COMM_WORLD.send("gave up", 0)
+    for part in (f"rank {world.rank}", world.host, "0.05 s"):
+        assert part in str(caught.value)
+
+
+ERRORS: dict[str, Exception] = {
+    "DataError": DataError("file x.h5: no dataset y"),
+    "FileNotFoundError": FileNotFoundError(2, "No such file", "x.h5"),
+    "KeyError": KeyError("y"),
+    "UnicodeDecodeError": UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+@pytest.mark.parametrize("who", ["first", "last", "all"])
+def test_together_raises_the_same_everywhere(world: mpidp.World, name: str, who: str) -> None:
+    """Behaviour 29: type and text, and a note that says which rank it was."""
+    failing = {"first": [0], "last": [world.size - 1], "all": list(range(world.size))}[who]
+    with pytest.raises(type(ERRORS[name])) as caught, world.together("opening the data"):
+        if world.rank in failing:
+            raise ERRORS[name]
+    assert type(caught.value) is type(ERRORS[name])
+    assert str(caught.value) == str(ERRORS[name])
+    note = caught.value.__notes__[-1]
+    assert f"rank {failing[0]} of {world.size}" in note and world.host in note and "opening the data" in note
+    assert world.all(True)  # collectives still match
+
+
+def test_together_the_lowest_failing_rank_is_heard(world: mpidp.World) -> None:
+    with pytest.raises(ValueError, match="from rank") as caught, world.together("a test"):
+        if world.rank >= 1 or world.size == 1:
+            raise ValueError(f"from rank {world.rank}")
+    assert str(caught.value) == f"from rank {min(1, world.size - 1)}"
+
+
+@pytest.mark.parametrize("make", [lambda: UnpicklableError("a", "b"), lambda: PrefixingError("x.h5")])
+def test_errors_that_cannot_travel_keep_type_name_and_text(world: mpidp.World, make: Any) -> None:
+    """Behaviour 29: the failing rank raises its own; the others one that says the same."""
+    error = make()
+    with pytest.raises((MpidpError, RuntimeError)) as caught, world.together("a test"):
+        if world.rank == 0:
+            raise error
+    if world.rank == 0:
+        assert caught.value is error
+    else:
+        assert str(caught.value) in (str(error), f"{type(error).__name__}: {error}")
+        assert type(error).__name__ in f"{type(caught.value).__name__} {caught.value}"
+        assert any("rank 0" in note for note in caught.value.__notes__)
+
+
+def test_together_without_an_error(world: mpidp.World) -> None:
+    done = []
+    with world.together("a test"):
+        done.append(world.rank)
+    assert done == [world.rank]
+
+
+def test_from_root(world: mpidp.World) -> None:
+    ran: list[int] = []
+    assert world.from_root(lambda: ran.append(world.rank) or "result") == "result"
+    assert ran == ([0] if world.rank == 0 else [])
+    assert world.from_root(lambda: None) is None
+    with pytest.raises(DataError) as caught:
+        world.from_root(lambda: fail(DataError("no file x.h5")))
+    assert str(caught.value) == "no file x.h5"
+
+
+def test_only_rank_0_says(world: mpidp.World, capsys: pytest.CaptureFixture[str]) -> None:
+    world.say("hello")
+    assert capsys.readouterr().out == ("mpidp: hello\n" if world.rank == 0 else "")

@@ -1,0 +1,186 @@
+"""Checkpoints on disk: complete or not there, damage found and named, the newest usable one taken."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_states import check_state, names, state_of
+
+from mpidp.errors import CheckpointError
+from mpidp.train.checkpoint import check_model, find_fault, load, newest, save
+
+Damage = Callable[[Path], None]
+
+
+def flip(path: Path, byte: int, bit: int = 0) -> None:
+    with path.open("r+b") as file:
+        file.seek(byte)
+        (value,) = file.read(1)
+        file.seek(byte)
+        file.write(bytes([value ^ 1 << bit]))
+
+
+def test_round_trip_with_a_manifest_that_sha256sum_can_check(tmp_path: Path) -> None:
+    path = save(tmp_path, 7, state_of(7), keep=3)
+    assert path == tmp_path / "step_00000007"
+    assert names(path) == ["manifest.json", "state.pt"]
+    assert newest(tmp_path) == (path, [])
+    check_state(path, 7)
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert manifest["step"] == 7
+    assert manifest["files"]["state.pt"]["bytes"] == (path / "state.pt").stat().st_size
+    assert len(manifest["files"]["state.pt"]["sha256"]) == 64
+
+
+@pytest.mark.parametrize("keep", [1, 2, 5])
+def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
+    for step in range(1, 5):
+        save(tmp_path, step, state_of(step), keep)
+    assert names(tmp_path) == [f"step_{step:08d}" for step in range(1, 5)][-keep:]
+
+
+def test_newest_goes_by_number_beyond_eight_digits(tmp_path: Path) -> None:
+    for step in (99_999_998, 99_999_999, 100_000_000):
+        save(tmp_path, step, state_of(step), keep=2)
+    path, _ = newest(tmp_path)
+    check_state(path, 100_000_000)
+    assert names(tmp_path) == ["step_100000000", "step_99999999"]
+
+
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "truncated state": (lambda path: os.truncate(path / "state.pt", 100), "state.pt has 100 bytes instead of"),
+    "empty state": (lambda path: os.truncate(path / "state.pt", 0), "state.pt has 0 bytes instead of"),
+    "state with a flipped bit": (lambda path: flip(path / "state.pt", 300), "state.pt is damaged"),
+    "no state": (lambda path: (path / "state.pt").unlink(), "state.pt is missing"),
+    "state is a folder": (lambda path: _make_folder(path / "state.pt"), "state.pt"),
+    "no manifest": (lambda path: (path / "manifest.json").unlink(), "manifest.json"),
+    "empty manifest": (lambda path: os.truncate(path / "manifest.json", 0), "manifest.json"),
+    "truncated manifest": (lambda path: os.truncate(path / "manifest.json", 60), "manifest.json"),
+    "manifest is a list": (lambda path: _write(path, "[]"), "manifest.json"),
+    "manifest without files": (lambda path: _write(path, '{"format": 1, "step": 2}'), "manifest.json"),
+    "manifest of no files": (lambda path: _write(path, '{"format": 1, "step": 2, "files": {}}'), "state.pt"),
+    "manifest of another format": (lambda path: _write(path, '{"format": 99, "files": {}}'), "format 99"),
+    "empty folder": (lambda path: _empty(path), "manifest.json"),
+}
+
+
+def _make_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _write(path: Path, manifest: str) -> None:
+    (path / "manifest.json").write_text(manifest)
+
+
+def _empty(path: Path) -> None:
+    for file in path.iterdir():
+        file.unlink()
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_named_passed_over_and_never_loaded(tmp_path: Path, damage: str) -> None:
+    """Behaviours 41, 42."""
+    do, words = DAMAGES[damage]
+    good = save(tmp_path, 1, state_of(1), keep=3)
+    bad = save(tmp_path, 2, state_of(2), keep=3)
+    do(bad)
+    path, passed_over = newest(tmp_path)
+    assert path == good
+    check_state(path, 1)
+    (line,) = passed_over
+    assert bad.name in line and words in line
+    with pytest.raises(CheckpointError, match=bad.name) as caught:
+        load(bad)
+    assert words in str(caught.value)
+
+
+def test_any_flipped_bit_of_the_manifest_is_found_or_harmless(tmp_path: Path) -> None:
+    """Behaviour 42, byte by byte."""
+    path = save(tmp_path, 3, state_of(3), keep=1)
+    length = (path / "manifest.json").stat().st_size
+    undetected = 0
+    for byte in range(length):
+        for bit in (0, 5):
+            flip(path / "manifest.json", byte, bit)
+            if find_fault(path) is None:
+                undetected += 1
+                check_state(path, 3)
+            flip(path / "manifest.json", byte, bit)
+    assert undetected < length  # white space, and the step, which nothing depends on
+
+
+def test_a_flipped_bit_anywhere_in_the_state_is_found(tmp_path: Path) -> None:
+    """Behaviour 42."""
+    path = save(tmp_path, 3, state_of(3), keep=1)
+    for byte in range(0, (path / "state.pt").stat().st_size, 97):
+        flip(path / "state.pt", byte, byte % 8)
+        assert "damaged" in str(find_fault(path)), byte
+        flip(path / "state.pt", byte, byte % 8)
+    assert find_fault(path) is None
+
+
+def test_nothing_usable_says_why_for_each(tmp_path: Path) -> None:
+    for step in (1, 2):
+        path = save(tmp_path, step, state_of(step), keep=3)
+        (path / "state.pt").unlink()
+    with pytest.raises(CheckpointError) as caught:
+        newest(tmp_path)
+    text = str(caught.value)
+    assert str(tmp_path) in text and "step_00000001" in text and "step_00000002" in text
+
+
+def test_no_checkpoint_at_all(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        newest(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_damaged_newer_one_does_not_push_out_what_is_saved_after_falling_back(tmp_path: Path, keep: int) -> None:
+    """Behaviour 41: resumed from step 10 because step 20 is damaged, the run saves step 15 and dies again."""
+    save(tmp_path, 10, state_of(10), keep=2)
+    (save(tmp_path, 20, state_of(20), keep=2) / "state.pt").unlink()
+    save(tmp_path, 15, state_of(15), keep)
+    path, _ = newest(tmp_path)
+    check_state(path, 15)
+
+
+def test_a_damaged_one_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    save(tmp_path, 1, state_of(1), keep=2)
+    (save(tmp_path, 2, state_of(2), keep=2) / "state.pt").unlink()
+    path = save(tmp_path, 2, state_of(2), keep=2)
+    assert newest(tmp_path) == (path, [])
+
+
+MODEL = {"a.weight": torch.zeros(2, 3), "a.bias": torch.zeros(2), "b": torch.zeros(1, dtype=torch.int64)}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"a.weight": None}, ["a.weight"]),
+        ({"c": torch.zeros(1)}, ["'c'"]),
+        ({"a.weight": torch.zeros(3, 2)}, ["a.weight", "(3, 2)", "(2, 3)"]),
+        ({"a.bias": torch.zeros(2, dtype=torch.float64)}, ["a.bias", "float64", "float32"]),
+        ({"a.bias": torch.zeros(5), "b": None}, ["a.bias"]),
+    ],
+)
+def test_another_model_is_refused_naming_the_first_difference(change: dict[str, Any], words: list[str]) -> None:
+    found = {name: tensor for name, tensor in {**MODEL, **change}.items() if tensor is not None}
+    with pytest.raises(CheckpointError) as caught:
+        check_model(MODEL, found, Path("runs/r/checkpoints/step_1"))
+    assert all(word in str(caught.value) for word in ["step_1", *words]), caught.value
+
+
+def test_the_same_model_is_taken() -> None:
+    check_model(MODEL, {name: tensor + 1 for name, tensor in MODEL.items()}, Path("p"))
+
+
+def test_a_copy_of_a_checkpoint_elsewhere_loads(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, state_of(1), keep=1)
+    check_state(Path(shutil.copytree(path, tmp_path / "copy")), 1)

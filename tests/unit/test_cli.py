@@ -1,0 +1,313 @@
+"""The command line: what it answers, with which exit code, on which rank, and what it must not import."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+import mpidp
+from mpidp.cli import main
+from mpidp.config import RunConfig
+from mpidp.errors import ConfigError, DataError
+from mpidp.options import parse
+from mpidp.world.abort import SHARED_MARK
+
+RUN_FILE = """
+[data]
+train = "digits.h5"
+global_batch = 32
+[model]
+name = "cnn"
+[model.arguments]
+width = 16
+[optimizer.arguments]
+betas = [0.9, 0.95]
+"""
+
+# The face of `mpidp train`. A change here is a change for every user's scripts: say so in the change log.
+TRAIN_OPTIONS = """
+--help --resume --dry-run --dry_run --ranks --print-config --print_config
+--run.name --run.folder --run.seed
+--data.train --data.validation --data.validation_fraction --data.fields --data.global_batch --data.shuffle
+--data.lanes --data.mixing_chunks --data.transform
+--model.name --loss.name --optimizer.name --optimizer.lr --scheduler.name
+--train.epochs --train.clip_norm --train.micro_batch --train.dtype --train.threads --train.on_end
+--reduce.reducer --reduce.bucket_bytes --reduce.piece_bytes --reduce.wire --reduce.error_feedback --reduce.overlap
+--checkpoint.every_epochs --checkpoint.every_steps --checkpoint.keep
+--log.every_steps --log.progress_s
+"""
+
+Trained = list[tuple[RunConfig, Path | None]]
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> str:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN_FILE)
+    return str(path)
+
+
+@pytest.fixture
+def train_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException | None], Trained]:
+    """Put a trainer in place that records its calls and then raises the given exception."""
+
+    def install(error: BaseException | None) -> Trained:
+        calls: Trained = []
+
+        def train(config: RunConfig, resume: Path | None) -> None:
+            calls.append((config, resume))
+            if error is not None:
+                raise error
+
+        module = ModuleType("mpidp.train.trainer")
+        module.train = train  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "mpidp.train.trainer", module)
+        return calls
+
+    return install
+
+
+@pytest.fixture
+def four_ranks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Pretend that this process is one rank of four; returns what was done to the abort guard."""
+    done: list[str] = []
+    guard = SimpleNamespace(remove=lambda: done.append("removed"))
+    module = SimpleNamespace(current=lambda: SimpleNamespace(size=4, guard=guard))
+    monkeypatch.setitem(sys.modules, "mpidp.world.world", module)
+    return done
+
+
+def heavy_modules_after(code: str, *words: str) -> set[str]:
+    """Run code in a fresh interpreter and return which heavy modules it has imported."""
+    watched = ("torch", "mpi4py", "h5py", "numpy", "tyro")
+    report = f"import sys; print('LOADED', *[name for name in {watched} if name in sys.modules])"
+    child = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{report}", *words], capture_output=True, text=True, check=True
+    )
+    return set(child.stdout.splitlines()[-1].split()[1:])
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["--version"], ["data", "--help"], ["no_such_command"]])
+def test_the_top_level_imports_nothing_heavy(words: list[str]) -> None:
+    """Behaviour 40: safe and quick on a login node."""
+    assert heavy_modules_after("import sys; from mpidp.cli import main; main(sys.argv[1:])", *words) == set()
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    """Behaviour 40."""
+    assert heavy_modules_after("import mpidp; dir(mpidp); mpidp.errors.ConfigError") == set()
+
+
+@pytest.mark.parametrize("option", ["--help", "--print-config"])
+def test_settings_are_shown_without_mpi(run_file: str, option: str) -> None:
+    """Behaviour 40."""
+    code = "import sys; from mpidp.cli import main; main(sys.argv[1:])"
+    assert heavy_modules_after(code, "train", run_file, option) <= {"tyro"}
+
+
+def test_the_watch_for_heavy_modules_sees_them() -> None:
+    assert heavy_modules_after("import numpy") == {"numpy"}
+
+
+def test_public_names() -> None:
+    expected = {"Batch", "DataParallel", "HDF5Loader", "World", "__version__", "errors", "init"}
+    assert set(mpidp.__all__) == expected
+    assert expected <= set(dir(mpidp))
+    with pytest.raises(AttributeError, match="no attribute 'initt'"):
+        mpidp.initt  # noqa: B018
+
+
+@pytest.mark.parametrize("name", mpidp.__all__)
+def test_every_public_name_can_be_had(name: str) -> None:
+    assert getattr(mpidp, name) is getattr(mpidp, name)
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"mpidp {mpidp.__version__}\n"
+    assert main(["--help"]) == 0
+    help_text = capsys.readouterr().out
+    assert "mpidp COMMAND" in help_text
+    assert "data inspect FILE" in help_text
+    assert main([]) == 2
+    assert capsys.readouterr().out == help_text
+
+
+def test_python_dash_m_exits_with_the_code() -> None:
+    child = subprocess.run([sys.executable, "-m", "mpidp", "trian"], capture_output=True, text=True)
+    assert child.returncode == 2
+    assert child.stdout == ""
+    assert child.stderr.startswith("mpidp: error: unknown command mpidp trian. Did you mean mpidp train?")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["trian"], "Did you mean mpidp train?"),
+        (["zzz"], "Known: train, data"),
+        (["data", "inspct"], "Did you mean mpidp data inspect?"),
+        (["data", "inspect"], "one FILE; found 0 words"),
+        (["train", "missing.toml"], "run file missing.toml: no such file"),
+        (["train"], "data.train = ()"),
+        (["train", "--dry-run", "late.toml"], "the run file comes first: mpidp train late.toml"),
+        (["train", "--ranks", "4", "--data.train=a", "--model.name=b"], "--ranks is for --dry-run"),
+        (["train", "--dry-run", "--ranks", "-4", "--data.train=a", "--model.name=b"], "--ranks=-4"),
+        (["train", "--data.train=a", "--model.name=b", "--train.epochs=0"], "train.epochs = 0"),
+        (["train", "--model.arguments.width"], "--model.arguments.width has no value"),
+        (["train", "--model.arguments.width={a = 1}"], "model.arguments.width = {'a': 1}"),
+        (["train", "--data.train=a", "--model.name=b", "--data.lane=2"], "--data.lane=2"),
+        (["train", "--data.train=a", "--model.name=b", "--train.dtype=int"], "float64"),
+    ],
+)
+def test_a_wrong_word_ends_with_2_and_the_way_out(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert expected in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize("words", [["trian"], ["train", "missing.toml"], ["train", "--no-such-option"]])
+def test_only_rank_0_of_the_launcher_speaks(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PMI_RANK", "1")
+    assert main(words) == 2
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("PMI_RANK", "0")
+    assert main(words) == 2
+    assert capsys.readouterr().err != ""
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(run_file: str) -> None:
+    options = parse([run_file, "--data.global_batch", "9", "--train.epochs=3", "--data.train", "a.h5", "b.h5"])
+    assert options.config.data.global_batch == 9
+    assert options.config.data.train == ("a.h5", "b.h5")
+    assert options.config.train.epochs == 3
+    assert options.config.model.name == "cnn"
+    assert options.config.data.fields == ("x", "y")
+    assert not options.dry_run
+
+
+def test_hyphens_and_underscores_are_the_same(run_file: str) -> None:
+    assert parse([run_file, "--data.global-batch=8", "--dry_run"]) == parse(
+        [run_file, "--data.global_batch=8", "--dry-run"]
+    )
+
+
+def test_keyword_arguments_are_laid_over_those_of_the_file(run_file: str) -> None:
+    words = [
+        "--model.arguments.depth=[1, 2]",
+        "--model.arguments.act",
+        "gelu",
+        "--optimizer.arguments.eps=1e-6",
+    ]
+    config = parse([run_file, *words, "--model.arguments.width=0.5"]).config
+    assert config.model.arguments == {"width": 0.5, "depth": [1, 2], "act": "gelu"}
+    assert config.optimizer.arguments == {"betas": [0.9, 0.95], "eps": 1e-6}
+
+
+def options_in(help_text: str) -> list[str]:
+    """Return the option names that begin a line of help, their aliases included."""
+    starts = re.findall(r"^[│ ] {1,2}(-.+?)(?: {2,}|$)", help_text, flags=re.MULTILINE)
+    return [name for start in starts for name in re.findall(r"--[a-z][\w.-]*", start)]
+
+
+def test_help_lists_exactly_the_recorded_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    assert sorted(options_in(capsys.readouterr().out)) == sorted(TRAIN_OPTIONS.split())
+
+
+def test_help_shows_the_values_of_the_file_and_text_for_every_option(
+    run_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", run_file, "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for option, default in [
+        ("--data.global_batch INT", "32"),
+        ("--model.name STR", "cnn"),
+        ("--model.arguments.width INT", "16"),
+        ("--optimizer.arguments.betas [FLOAT [FLOAT ...]]", "0.9 0.95"),
+    ]:
+        assert re.search(rf"{re.escape(option)} ([^(]*\.)? ?\(default: {re.escape(default)}\)", text), option
+    bare = re.findall(r"(--(?!\w+\.arguments)[\w.-]+)(?: \S+)? \(default", text)
+    assert bare == []
+
+
+def test_print_config_shows_what_would_run(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", run_file, "--print-config", "--run.seed=7"]) == 0
+    (Path(run_file).parent / "again.toml").write_text(capsys.readouterr().out)
+    assert parse([str(Path(run_file).parent / "again.toml")]) == parse([run_file, "--run.seed=7"])
+
+
+def test_train_is_given_the_configuration_and_the_run_to_resume(
+    run_file: str, train_with: Callable[[BaseException | None], Trained]
+) -> None:
+    calls = train_with(None)
+    assert main(["train", run_file, "--resume", "runs/old"]) == 0
+    assert calls == [(parse([run_file]).config, Path("runs/old"))]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (DataError("digits.h5: no such file"), 1, "mpidp: error: digits.h5: no such file\n"),
+        (ConfigError("model.name = 'cn'"), 2, "mpidp: error: model.name = 'cn'\n"),
+        (KeyboardInterrupt(), 130, "mpidp: error: interrupted\n"),
+    ],
+)
+def test_a_failed_run_says_why_once(
+    error: BaseException,
+    code: int,
+    text: str,
+    run_file: str,
+    train_with: Callable[[BaseException | None], Trained],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    train_with(error)
+    assert main(["train", run_file]) == code
+    assert capsys.readouterr().err == text
+
+
+def test_a_bug_keeps_its_traceback(run_file: str, train_with: Callable[[BaseException | None], Trained]) -> None:
+    """Behaviour 30."""
+    train_with(ZeroDivisionError("bug"))
+    with pytest.raises(ZeroDivisionError):
+        main(["train", run_file])
+
+
+def test_an_error_that_all_ranks_share_lets_them_leave_by_themselves(
+    run_file: str,
+    train_with: Callable[[BaseException | None], Trained],
+    four_ranks: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Behaviour 29: one message on all ranks, with the rank it came from."""
+    error = DataError("digits.h5: truncated")
+    error.add_note("on rank 0 of 4 (node7), opening the data")
+    setattr(error, SHARED_MARK, True)
+    train_with(error)
+    assert main(["train", run_file]) == 1
+    assert capsys.readouterr().err == (
+        "mpidp: error: digits.h5: truncated\n  on rank 0 of 4 (node7), opening the data\n"
+    )
+    assert four_ranks == ["removed"]
+
+
+@pytest.mark.parametrize("error", [DataError("disk gone"), KeyboardInterrupt()])
+def test_an_error_of_one_rank_alone_is_left_to_end_the_job(
+    error: BaseException,
+    run_file: str,
+    train_with: Callable[[BaseException | None], Trained],
+    four_ranks: list[str],
+) -> None:
+    """Behaviour 30: the other ranks would wait for ever if this one left with a polite exit code."""
+    train_with(error)
+    with pytest.raises(type(error)):
+        main(["train", run_file])
+    assert four_ranks == []

@@ -1,0 +1,147 @@
+"""Launchers' environments, as they are on clusters, come in; what `mpidp.world.launch` makes of them is looked at."""
+
+import pytest
+
+from mpidp.world.launch import LaunchFacts, launch_facts, size_mismatch, without_launcher
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "PMIX_RANK": "5",
+}
+HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4", "PMI_FD": "9"}
+INTEL = HYDRA | {"I_MPI_HYDRA_TOPOLIB": "hwloc"}
+PALS = {
+    "PALS_RANKID": "5",
+    "PALS_NRANKS": "8",
+    "PALS_LOCAL_RANKID": "1",
+    "PALS_LOCAL_SIZE": "4",
+    "PMI_RANK": "5",
+    "PMI_SIZE": "8",
+}
+MVAPICH = {
+    "MV2_COMM_WORLD_RANK": "5",
+    "MV2_COMM_WORLD_SIZE": "8",
+    "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "4",
+    "PMI_RANK": "5",
+    "PMI_SIZE": "8",
+}
+MVAPICH_3 = {key.replace("MV2_", "MVP_"): value for key, value in MVAPICH.items()}
+STEP = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+}
+BATCH_SHELL = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+
+
+@pytest.mark.parametrize(
+    "environment, launcher",
+    [
+        (OPEN_MPI, "Open MPI"),
+        (HYDRA, "Hydra"),
+        (INTEL, "Intel"),
+        (PALS, "PALS"),
+        (MVAPICH, "MVAPICH"),
+        (MVAPICH_3, "MVAPICH"),
+    ],
+    ids=["openmpi", "hydra", "intel", "pals", "mvapich2", "mvapich3"],
+)
+@pytest.mark.parametrize("allocation", [{}, BATCH_SHELL], ids=["alone", "in an allocation"])
+def test_mpi_launcher_tells_all_four_facts(
+    environment: dict[str, str], launcher: str, allocation: dict[str, str]
+) -> None:
+    """Behaviour 37."""
+    facts = launch_facts(allocation | environment)
+    assert launcher in facts.launcher
+    assert (facts.rank, facts.size, facts.local_rank, facts.local_size) == (5, 8, 1, 4)
+    assert not facts.speaks
+
+
+def test_slurm_step_without_pmi() -> None:
+    """Behaviour 37: `srun --mpi=none`, where every process is a world of one."""
+    facts = launch_facts(STEP)
+    assert ("srun" in facts.launcher, facts.rank, facts.size, facts.local_rank) == (True, 5, 8, 1)
+
+
+def test_slurm_step_with_pmi2_is_called_srun() -> None:
+    """Behaviour 37: what the user typed, and has to change, is the srun command."""
+    facts = launch_facts(STEP | {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_FD": "9"})
+    assert ("srun" in facts.launcher, facts.rank, facts.size) == (True, 5, 8)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        BATCH_SHELL,
+        BATCH_SHELL | {"SLURM_STEP_ID": str(0xFFFFFFFB), "SLURM_STEP_NUM_TASKS": "1"},
+        BATCH_SHELL | {"SLURM_STEPID": str(0xFFFFFFFA), "SLURM_STEP_NUM_TASKS": "1"},
+        {"OMPI_COMM_WORLD_RANK": "", "PMI_RANK": "none"},
+        {"OMPI_ALLOW_RUN_AS_ROOT": "1", "PMIX_MCA_gds": "hash"},
+    ],
+    ids=["plain", "batch shell", "batch step", "interactive step", "unusable values", "settings only"],
+)
+def test_no_launcher(environment: dict[str, str]) -> None:
+    """Behaviour 37: a batch script is one shell, not a parallel step, whatever SLURM_NTASKS says."""
+    facts = launch_facts(environment)
+    assert facts == LaunchFacts("none")
+    assert facts.speaks
+    assert size_mismatch(facts, 1, "any") is None
+
+
+@pytest.mark.parametrize("launcher", [HYDRA, INTEL, OPEN_MPI], ids=["hydra", "intel", "openmpi"])
+def test_mpiexec_inside_an_allocation_is_not_taken_for_srun(launcher: dict[str, str]) -> None:
+    """Behaviour 37: mpiexec starts its daemons by a Slurm step, one task a node; they hand its variables on."""
+    daemons = {"SLURM_STEP_ID": "3", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
+    facts = launch_facts(BATCH_SHELL | daemons | launcher)
+    assert facts == launch_facts(launcher)
+    assert "srun" not in facts.launcher
+
+
+def test_only_rank_0_speaks() -> None:
+    assert launch_facts(HYDRA | {"PMI_RANK": "0"}).speaks
+    assert not launch_facts(STEP).speaks
+
+
+@pytest.mark.parametrize(
+    "environment, library, advice",
+    [
+        (STEP, "MPICH Version: 5.0.2", "srun --mpi=pmi2"),
+        (STEP, "Open MPI v5.0.8", "srun --mpi=pmix"),
+        (OPEN_MPI, "MPICH Version: 5.0.2", "mpiexec that belongs to this library"),
+        (HYDRA, "Open MPI v5.0.8", "mpiexec that belongs to this library"),
+    ],
+    ids=["srun-mpich", "srun-openmpi", "openmpi-mpich", "hydra-openmpi"],
+)
+def test_size_mismatch_says_what_was_found_and_what_to_do(
+    environment: dict[str, str], library: str, advice: str
+) -> None:
+    """Behaviour 37."""
+    facts = launch_facts(environment)
+    text = size_mismatch(facts, 1, library)
+    assert text is not None
+    for part in (facts.launcher, "8 processes", "sees 1", library, advice):
+        assert part in text
+
+
+@pytest.mark.parametrize("environment", [OPEN_MPI, HYDRA, PALS, STEP])
+def test_equal_size_is_no_mismatch(environment: dict[str, str]) -> None:
+    assert size_mismatch(launch_facts(environment), 8, "any") is None
+
+
+def test_launcher_without_a_size_is_no_mismatch() -> None:
+    assert size_mismatch(LaunchFacts("some launcher", rank=3), 4, "any") is None
+
+
+@pytest.mark.parametrize("environment", [OPEN_MPI, HYDRA, INTEL, PALS, MVAPICH, MVAPICH_3, STEP])
+def test_child_without_launcher_keeps_the_rest(environment: dict[str, str]) -> None:
+    """Behaviour 47: the probe's child must not be taken for a rank of the job."""
+    child = without_launcher(environment | {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "1", "OMP_NUM_THREADS": "2"})
+    assert launch_facts(child) == LaunchFacts("none")
+    assert child == {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "1", "OMP_NUM_THREADS": "2"}

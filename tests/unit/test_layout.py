@@ -1,0 +1,96 @@
+"""Sizes of parameters come in; the layout of buckets and the pieces given to MPI are checked against their promises."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpidp.reduce.layout import ALIGNMENT_BYTES, BucketLayout, bucket_layout
+from mpidp.reduce.pieces import MAX_PIECE_BYTES, pieces
+
+ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex128": 16}
+PARAMETERS = st.lists(st.tuples(st.integers(0, 3000), st.sampled_from(sorted(ITEMSIZES))), max_size=40)
+BUCKET_BYTES = st.integers(1, 20_000)
+
+
+def lay_out(parameters: list[tuple[int, str]], bucket_bytes: int) -> list[BucketLayout]:
+    numels = [numel for numel, _ in parameters]
+    dtypes = [dtype for _, dtype in parameters]
+    return bucket_layout(numels, dtypes, [ITEMSIZES[dtype] for dtype in dtypes], bucket_bytes)
+
+
+@given(PARAMETERS, BUCKET_BYTES)
+def test_each_parameter_has_one_slot_of_its_size_and_dtype(
+    parameters: list[tuple[int, str]], bucket_bytes: int
+) -> None:
+    """Behaviour 1: no gradient is forgotten or summed twice."""
+    buckets = lay_out(parameters, bucket_bytes)
+    placed = {slot.parameter: (slot.numel, bucket.dtype) for bucket in buckets for slot in bucket.slots}
+    assert placed == dict(enumerate(parameters))
+    assert sum(len(bucket.slots) for bucket in buckets) == len(parameters)
+    assert all(bucket.itemsize == ITEMSIZES[bucket.dtype] for bucket in buckets)
+
+
+@given(PARAMETERS, BUCKET_BYTES)
+def test_slots_are_aligned_and_never_overlap(parameters: list[tuple[int, str]], bucket_bytes: int) -> None:
+    for bucket in lay_out(parameters, bucket_bytes):
+        assert bucket.slots
+        assert all(slot.offset * bucket.itemsize % ALIGNMENT_BYTES == 0 for slot in bucket.slots)
+        assert all(first.offset + first.numel <= second.offset for first, second in pairwise(bucket.slots))
+        assert bucket.slots[-1].offset + bucket.slots[-1].numel <= bucket.flags_offset
+        assert bucket.numel == bucket.flags_offset + len(bucket.slots)
+        assert bucket.num_bytes == bucket.numel * bucket.itemsize
+
+
+@given(PARAMETERS, BUCKET_BYTES)
+def test_bucket_bytes_bound_gradients_unless_one_alone_is_larger(
+    parameters: list[tuple[int, str]], bucket_bytes: int
+) -> None:
+    for bucket in lay_out(parameters, bucket_bytes):
+        end = bucket.slots[-1].offset + bucket.slots[-1].numel
+        holding = [slot for slot in bucket.slots if slot.numel]
+        assert end * bucket.itemsize <= bucket_bytes or len(bucket.slots) == 1 or len(holding) <= 1
+
+
+@given(PARAMETERS, BUCKET_BYTES)
+def test_buckets_come_in_the_order_in_which_they_are_complete(
+    parameters: list[tuple[int, str]], bucket_bytes: int
+) -> None:
+    """Whichever bucket backward completes first may be sent first; slots keep backward's order, too."""
+    buckets = lay_out(parameters, bucket_bytes)
+    for bucket in buckets:
+        order = [slot.parameter for slot in bucket.slots]
+        assert order == sorted(order)
+    for dtype in ITEMSIZES:
+        ends = [bucket.slots[-1].parameter for bucket in buckets if bucket.dtype == dtype]
+        assert ends == sorted(ends)
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=20))
+def test_room_for_all_is_one_bucket(numels: list[int]) -> None:
+    assert len(lay_out([(numel, "float32") for numel in numels], 1 << 20)) == 1
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, -1])
+def test_bucket_bytes_must_be_positive(bucket_bytes: int) -> None:
+    with pytest.raises(ValueError, match=f"bucket_bytes = {bucket_bytes}"):
+        lay_out([(3, "float32")], bucket_bytes)
+
+
+@given(st.integers(0, 5000), st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 5000))
+def test_pieces_cover_exactly_and_stay_small(numel: int, itemsize: int, piece_bytes: int) -> None:
+    """Behaviour 5."""
+    spans = list(pieces(numel, itemsize, piece_bytes))
+    assert [i for span in spans for i in range(span.start, span.stop)] == list(range(numel))
+    assert all((span.stop - span.start) * itemsize <= piece_bytes or span.stop - span.start == 1 for span in spans)
+
+
+@given(st.integers(2**31 - 2, 2**36), st.sampled_from([1, 2, 4, 8]))
+def test_pieces_of_huge_buffers_fit_in_c_ints(numel: int, itemsize: int) -> None:
+    """Behaviour 5: above 2^31 elements or bytes, and whatever size of piece is asked for."""
+    for piece_bytes in (MAX_PIECE_BYTES, 2**40):
+        spans = list(pieces(numel, itemsize, piece_bytes))
+        assert spans[0].start == 0 and spans[-1].stop == numel
+        assert all(first.stop == second.start for first, second in pairwise(spans))
+        assert all(0 < (span.stop - span.start) * itemsize < 2**31 for span in spans)

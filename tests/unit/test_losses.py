@@ -1,0 +1,87 @@
+"""Losses by name, and the count of right answers."""
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from mpidp.config import LossSection
+from mpidp.errors import ConfigError
+from mpidp.train.losses import BUILT_IN, build_loss, count_right, cross_entropy
+
+GENERATOR = torch.Generator().manual_seed(0)
+SCORES = torch.randn(6, 5, generator=GENERATOR)
+LABELS = torch.tensor([0, 1, 2, 3, 4, 0])
+SEQUENCES = torch.randn(2, 3, 5, generator=GENERATOR)
+
+
+def test_cross_entropy_is_torchs() -> None:
+    assert torch.equal(cross_entropy(SCORES, LABELS), F.cross_entropy(SCORES, LABELS))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_cross_entropy_takes_labels_of_any_integer_dtype(dtype: torch.dtype) -> None:
+    assert torch.equal(cross_entropy(SCORES, LABELS.to(dtype)), F.cross_entropy(SCORES, LABELS))
+
+
+def test_cross_entropy_of_sequences_is_the_mean_over_all_places() -> None:
+    expected = F.cross_entropy(SEQUENCES.reshape(6, 5), LABELS)
+    assert torch.equal(cross_entropy(SEQUENCES, LABELS.view(2, 3)), expected)
+
+
+def test_cross_entropy_of_images_has_classes_in_the_second_place_as_torch_has_it() -> None:
+    scores, labels = torch.randn(2, 5, 4, 3), torch.randint(0, 5, (2, 4, 3))
+    assert torch.equal(cross_entropy(scores, labels), F.cross_entropy(scores, labels))
+
+
+@pytest.mark.parametrize(("output", "target"), [(SCORES[:0], LABELS[:0]), (SEQUENCES[:0], LABELS.view(2, 3)[:0])])
+def test_no_samples_are_no_error(output: torch.Tensor, target: torch.Tensor) -> None:
+    """Behaviour 16: NaN there, which `weigh` turns into nothing."""
+    assert torch.isnan(cross_entropy(output, target))
+    right = count_right(output, target)
+    assert right is not None and (right == 0 or torch.isnan(right))
+
+
+def test_arguments_reach_the_loss() -> None:
+    loss = build_loss(LossSection(arguments={"label_smoothing": 0.1}))
+    assert torch.equal(loss(SCORES, LABELS), F.cross_entropy(SCORES, LABELS, label_smoothing=0.1))
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_built_in_gives_one_number(name: str) -> None:
+    loss = build_loss(LossSection(name=name))
+    labelled = name in ("cross_entropy", "nll_loss")
+    value = loss(SCORES, LABELS) if labelled else loss(SCORES, torch.rand(6, 5))
+    assert value.dim() == 0 and torch.isfinite(value)
+
+
+def test_a_users_own_loss() -> None:
+    loss = build_loss(LossSection(name="torch.nn.functional:huber_loss", arguments={"delta": 0.5}))
+    assert torch.equal(loss(SCORES, SCORES + 1), torch.tensor(0.375))
+
+
+def test_the_nearest_name_is_offered() -> None:
+    with pytest.raises(ConfigError, match=r"loss\.name = 'cross_entropi' .*'cross_entropy'"):
+        build_loss(LossSection(name="cross_entropi"))
+
+
+def test_right_answers_are_counted() -> None:
+    output = F.one_hot(torch.tensor([0, 1, 2, 0, 0, 0]), 5).float()
+    assert count_right(output, LABELS) == 4
+
+
+def test_right_answers_of_sequences_are_means_over_the_sequence() -> None:
+    output = F.one_hot(torch.tensor([[0, 1, 2], [0, 0, 1]]), 5).float()
+    right = count_right(output, torch.tensor([[0, 1, 2], [0, 0, 0]]))
+    assert right is not None and right.item() == pytest.approx(1 + 2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("output", "target"),
+    [(torch.zeros(4, 1), torch.zeros(4, 1)), (torch.zeros(4), torch.zeros(4)), (torch.zeros(4, 3), torch.zeros(4))],
+)
+def test_regression_has_no_right_answers(output: torch.Tensor, target: torch.Tensor) -> None:
+    assert count_right(output, target) is None
+
+
+def test_an_output_that_is_no_tensor_has_no_right_answers() -> None:
+    assert count_right((SCORES, SCORES), LABELS) is None  # type: ignore[arg-type]

@@ -1,0 +1,78 @@
+"""Random streams: different on every rank, the same in every repetition, and put back where they were."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mpidp.train import rng
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def streams_as_before() -> Iterator[None]:
+    before = rng.capture(CPU)
+    yield
+    rng.restore(before, CPU)
+
+
+def draw() -> tuple[Any, ...]:
+    """Numbers of every stream; the normal ones leave a second one cached, which is part of the state."""
+    return (
+        tuple(torch.rand(3).tolist()),
+        tuple(torch.randn(17).tolist()),
+        tuple(np.random.random(3).tolist()),
+        float(np.random.standard_normal()),
+        random.random(),
+        random.gauss(0, 1),
+    )
+
+
+def test_capture_and_restore_go_on_with_the_same_numbers(tmp_path: Path) -> None:
+    """Behaviour 43."""
+    rng.seed_all(1, 2, 3)
+    draw()
+    state = rng.capture(CPU)
+    expected = [draw() for _ in range(5)]
+    torch.save(state, tmp_path / "streams.pt")
+    rng.seed_all(9, 9, 9)
+    draw()
+    rng.restore(torch.load(tmp_path / "streams.pt", weights_only=True), CPU)
+    assert [draw() for _ in range(5)] == expected
+
+
+def test_capture_draws_nothing() -> None:
+    rng.seed_all(0, 0, 0)
+    rng.capture(CPU)
+    here = draw()
+    rng.seed_all(0, 0, 0)
+    assert draw() == here
+
+
+def test_a_captured_state_does_not_move_on_with_the_stream() -> None:
+    rng.seed_all(0, 0, 0)
+    state = rng.capture(CPU)
+    first = draw()
+    rng.restore(state, CPU)
+    draw()
+    rng.restore(state, CPU)
+    assert draw() == first
+
+
+def test_every_seed_rank_and_step_has_streams_of_its_own() -> None:
+    """Behaviour 19."""
+    places = [(seed, rank, step) for seed in (0, 1, 2**40) for rank in range(4) for step in (0, 1, 100)]
+    drawn = []
+    for place in places:
+        rng.seed_all(*place)
+        drawn.append(draw())
+    for stream in zip(*drawn, strict=True):
+        assert len(set(stream)) == len(places)
+    for place, numbers in zip(places, drawn, strict=True):
+        rng.seed_all(*place)
+        assert draw() == numbers
