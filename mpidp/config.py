@@ -120,7 +120,7 @@ class ReduceSection:
 
     reducer: Literal["auto", "naive", "flat", "node", "staged", "null"] = "auto"
     """How buckets are summed over ranks; auto measures once at start and says what it chose and why."""
-    bucket_bytes: int = 25 * 2**20
+    bucket_bytes: int = 8 * 2**20
     """Size of a gradient bucket in bytes."""
     piece_bytes: int = 0
     """Largest buffer given to one call of MPI, in bytes; 0 for what auto measures."""
@@ -128,6 +128,8 @@ class ReduceSection:
     """What travels for float32 gradients: all of it, or 16 bits, summed in 32."""
     error_feedback: bool = False
     """With a 16-bit wire, add what rounding lost to the next step's gradient."""
+    check_finite: bool = True
+    """Stop, naming parameter and rank, when a gradient is infinite or NaN before it is summed."""
     overlap: Literal["auto", "on", "off"] = "auto"
     """Reduce while backward still runs; auto does so where a network or a GPU is waited for."""
 

@@ -10,7 +10,7 @@ from mpidp.reduce.buffers import Allocate, plain_buffers
 from mpidp.reduce.layout import BucketLayout, bucket_layout
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Bucket:
     """One flat buffer.
 

@@ -10,15 +10,17 @@ and below 6e-5 its steps stay at 2^-24). A contribution to a float16 wire must f
 it would in a float16 gradient.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from mpidp.reduce.pieces import pieces
 from mpidp.reduce.streams import synchronize_stream
-from mpidp.reduce.waiting import wait
 from mpidp.world.mpi import MPI
+from mpidp.world.waiting import wait
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class _Scratch:
 
 
 class Exchange:
-    """The mean by exchange. Collective; allocates its scratch memory in its first call, and then only requests.
+    """The mean by exchange. Allocates nothing but requests once a buffer is prepared.
 
     Args:
         comm: the communicator.
@@ -39,45 +41,51 @@ class Exchange:
         count: what the sum over all is divided by; more than the size of the communicator when each contribution is
             a sum already.
         across_nodes: keep two pieces under way at once, by non-blocking calls (in host memory only).
+        pause_s: how long to sleep between two looks at the network.
     """
 
-    def __init__(self, comm: MPI.Intracomm, dtype: torch.dtype, piece_bytes: int, count: int, across_nodes: bool):
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        dtype: torch.dtype,
+        piece_bytes: int,
+        count: int,
+        across_nodes: bool,
+        pause_s: float,
+    ):
         self.comm = comm
         self.dtype = dtype
         self.across_nodes = across_nodes
+        self.pause_s = pause_s
         # A sum must not overflow 16 bits on its way: send each contribution as a mean, and average the means.
         self._scale = comm.size / count
         self._part = max(1, piece_bytes // dtype.itemsize // comm.size)  # elements of one owner's part
         self._device: torch.device | None = None
 
-    def mean(self, flat: Tensor) -> None:
-        """Replaces a tensor of float32 or of the wire's dtype by its mean over ranks, the same bits on all."""
-        self._prepare(flat.device)
-        piece_numel = self._part * self.comm.size
-        parts = [flat[piece] for piece in pieces(flat.numel(), 1, piece_numel)]
-        if self.across_nodes and not flat.is_cuda:
-            self._mean_in_flight(parts)
-        else:
-            for values in parts:
-                self._mean_of_piece(values, self._scratch[0])
+    def prepare(self, flat: Tensor) -> Callable[[], None]:
+        """What replaces a tensor of float32 or of the wire's dtype by its mean, the same bits on all; collective."""
+        self._make_scratch(flat.device)
+        parts = [flat[piece] for piece in pieces(flat.numel(), 1, self._part * self.comm.size)]
+        return partial(self._mean_in_flight if self.across_nodes and not flat.is_cuda else self._mean, parts)
 
-    def _mean_of_piece(self, values: Tensor, scratch: _Scratch) -> None:
-        sent, received = self._fill(values, scratch)
-        synchronize_stream(sent)
-        self.comm.Alltoall(as_buffer(sent), as_buffer(received))
-        own = self._add(received)
-        synchronize_stream(own)
-        self.comm.Allgather(as_buffer(own), as_buffer(sent))
-        values.copy_(sent[: values.numel()])
+    def _mean(self, parts: list[Tensor]) -> None:
+        for values in parts:
+            sent, received = self._fill(values, self._scratch[0])
+            synchronize_stream(sent)
+            self.comm.Alltoall(as_buffer(sent), as_buffer(received))
+            own = self._add(received)
+            synchronize_stream(own)
+            self.comm.Allgather(as_buffer(own), as_buffer(sent))
+            values.copy_(sent[: values.numel()])
 
     def _mean_in_flight(self, parts: list[Tensor]) -> None:
         """While the results of one piece are collected, the contributions of the next one travel."""
         dealing = [self._deal(values, index) for index, values in enumerate(parts[:2])]
         for index, values in enumerate(parts):
-            wait(dealing[index])
+            wait(dealing[index], self.pause_s)
             sent, received = self._cut(values.numel(), self._scratch[index % 2])
             own = self._add(received)
-            wait(self.comm.Iallgather(as_buffer(own), as_buffer(sent)))
+            wait(self.comm.Iallgather(as_buffer(own), as_buffer(sent)), self.pause_s)
             values.copy_(sent[: values.numel()])
             if index + 2 < len(parts):
                 dealing.append(self._deal(parts[index + 2], index + 2))
@@ -109,7 +117,7 @@ class Exchange:
         total.div_(self.comm.size)
         return received[:part].copy_(total)
 
-    def _prepare(self, device: torch.device) -> None:
+    def _make_scratch(self, device: torch.device) -> None:
         if self._device == device:
             return
         self._device = device

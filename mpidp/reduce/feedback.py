@@ -10,22 +10,20 @@ from torch import Tensor
 
 
 class ErrorFeedback:
-    """The rounding errors of this rank, one float32 tensor for each buffer that travels.
+    """The rounding errors of one buffer on this rank.
 
     Args:
+        flat: the buffer.
         dtype: the 16-bit dtype that travels.
     """
 
-    def __init__(self, dtype: torch.dtype):
-        self.dtype = dtype
-        self._errors: dict[tuple[int, int], Tensor] = {}
+    def __init__(self, flat: Tensor, dtype: torch.dtype):
+        self._flat = flat
+        self._dtype = dtype
+        self._error = torch.zeros_like(flat)
 
-    def compensate(self, flat: Tensor) -> None:
-        """Adds the last error of this buffer, in place, and remembers the error that rounding it now will make."""
-        key = (flat.data_ptr(), flat.numel())
-        error = self._errors.get(key)
-        if error is None:
-            self._errors[key] = error = torch.zeros_like(flat)
-        flat.add_(error)
-        error.copy_(flat)
-        error.sub_(flat.to(self.dtype))
+    def compensate(self) -> None:
+        """Adds the last error to the buffer, in place, and remembers the error that rounding it now will make."""
+        self._flat.add_(self._error)
+        self._error.copy_(self._flat)
+        self._error.sub_(self._flat.to(self._dtype))

@@ -54,7 +54,7 @@ def bucket_layout(
         ValueError: `bucket_bytes` is not positive.
     """
     if bucket_bytes <= 0:
-        raise ValueError(f"bucket_bytes = {bucket_bytes}: must be positive, for example {25 * 2**20}")
+        raise ValueError(f"bucket_bytes = {bucket_bytes}: must be positive, for example {8 * 2**20}")
     closed: list[BucketLayout] = []
     growing: dict[str, tuple[int, list[Slot], int]] = {}  # dtype -> itemsize, slots, end
     for parameter, (numel, dtype, itemsize) in enumerate(zip(numels, dtypes, itemsizes, strict=True)):

@@ -1,6 +1,7 @@
 """A bucket in, its mean out, by way of memory that all ranks of a node share; across nodes, by lanes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from mpidp.world.window import free_shared_memory
 from mpidp.world.world import World
 
 # Below this the two barriers cost more than MPI's own Allreduce takes.
-SMALL_BYTES = 16 << 10
+SMALL_BYTES = 128 << 10
 
 
 class NodeReducer:
@@ -27,8 +28,9 @@ class NodeReducer:
         self._world = world
         self._options = options
         self._whole = transports_of_all(world, options)
+        self._calls: dict[Bucket, Callable[[], None]] = {}
         self._shared: NodeMean | None = None
-        self._starts: dict[int, int] = {}  # address of a bucket -> where it starts in the segment
+        self._starts: dict[int, int] = {}  # address of a bucket to be summed in shared memory -> its start there
 
     def allocate(self, layouts: Sequence[BucketLayout], device: torch.device) -> list[Tensor]:
         """One window for all buckets. Collective. Plain memory where there is nobody to share it with, or no room."""
@@ -42,24 +44,34 @@ class NodeReducer:
             self._shared.own[start : start + layout.num_bytes].view(torch_dtype(layout))
             for layout, start in zip(layouts, starts, strict=True)
         ]
-        self._starts = {flat.data_ptr(): start for flat, start in zip(flats, starts, strict=True)}
+        self._starts = {
+            flat.data_ptr(): start
+            for layout, flat, start in zip(layouts, flats, starts, strict=True)
+            if layout.num_bytes > SMALL_BYTES
+        }
         return flats
 
     def close(self) -> None:
         """Frees the window. Collective."""
         if self._shared is not None:
+            self._calls.clear()
             self._shared.close()
             self._shared = None
 
     def mean(self, bucket: Bucket) -> None:
         """A sum in shared memory between two barriers of the node. Collective."""
+        call = self._calls.get(bucket)
+        if call is None:
+            call = self._calls[bucket] = self._prepare(bucket)
+        call()
+
+    def _prepare(self, bucket: Bucket) -> Callable[[], None]:
         start = self._starts.get(bucket.flat.data_ptr())
-        if start is None or bucket.layout.num_bytes <= SMALL_BYTES:
-            self._whole.mean(bucket.flat)
-            return
+        if start is None:
+            return self._whole.prepare(bucket.flat)
         assert self._shared is not None
         real = as_real(bucket.flat)
-        self._shared.mean(start, real.numel(), real.dtype)
+        return partial(self._shared.mean, start, real.numel(), real.dtype)
 
 
 def has_room(world: World, num_bytes: int) -> bool:

@@ -16,11 +16,10 @@ class ReducerOptions:
             one node, where pieces would only cost calls.
         wire: "full", or "bf16" or "fp16": 16 bits travel for float32 gradients.
         error_feedback: add what rounding to the wire lost to the next step's gradient; costs a copy of the gradients.
+        pause_s: how long a thread that waits for the network may sleep between two looks at it; 0 never sleeps.
     """
 
     piece_bytes: int = 0
     wire: str = "full"
     error_feedback: bool = False
-
-
-DEFAULT_OPTIONS = ReducerOptions()
+    pause_s: float = 0.0

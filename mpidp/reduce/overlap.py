@@ -6,30 +6,36 @@ progress only when somebody calls MPI, and are not safe on device memory.
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 
 import torch
 
 from mpidp.reduce.buckets import Bucket
 
+Job = tuple[Bucket, torch.cuda.Event | None]
+
 
 class Overlap:
-    """The helper thread, and the way back of its errors.
+    """The helper thread. It ends by `close`, or when nobody holds this object any more.
 
     Args:
-        reduce: packs, reduces and unpacks one bucket; called in the thread.
+        reduce: a method that packs, reduces and unpacks one bucket; called in the thread, its object held weakly.
         device: where the buckets are.
     """
 
     def __init__(self, reduce: Callable[[Bucket], None], device: torch.device):
-        self._reduce = reduce
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._jobs: queue.Queue[tuple[Bucket, torch.cuda.Event | None] | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._run, name="mpidp-reduce", daemon=True)
+        self._jobs: queue.Queue[Job | None] = queue.Queue()
+        # A running thread keeps what it holds: it must not hold this object, nor the one whose method it calls.
+        self._errors: list[BaseException] = []
+        given = (self._jobs, self._errors, weakref.WeakMethod(reduce), device, self._stream)
+        self._thread = threading.Thread(target=_run, args=given, name="mpidp-reduce", daemon=True)
         self._thread.start()
+        weakref.finalize(self, self._jobs.put, None)
 
     def submit(self, bucket: Bucket) -> None:
         """Hands over a bucket whose gradients are complete, or queued on the current stream."""
@@ -40,8 +46,15 @@ class Overlap:
         self._jobs.put((bucket, ready))
 
     def wait(self) -> None:
-        """Returns when everything handed over is reduced; the current stream goes on after it."""
+        """Returns when everything handed over is reduced; the current stream goes on after it.
+
+        Raises:
+            BaseException: what the thread met.
+        """
         self._jobs.join()
+        if self._errors:
+            # The other ranks wait in a collective that the thread left: uncaught, this ends the job.
+            raise self._errors.pop()
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
@@ -50,15 +63,26 @@ class Overlap:
         self._jobs.put(None)
         self._thread.join()
 
-    def _run(self) -> None:
-        if self._stream is not None:
-            torch.cuda.set_device(self._device)
-        with torch.no_grad(), torch.cuda.stream(self._stream):
-            while (job := self._jobs.get()) is not None:
-                bucket, ready = job
-                if ready is not None:
-                    ready.wait()  # this thread's stream waits, not the thread
-                # An error here leaves the other ranks inside a collective that this one will never join: it goes to
-                # threading.excepthook, which ends the job with this traceback.
-                self._reduce(bucket)
-                self._jobs.task_done()
+
+def _run(
+    jobs: "queue.Queue[Job | None]",
+    errors: list[BaseException],
+    reduce: "weakref.WeakMethod[Callable[[Bucket], None]]",
+    device: torch.device,
+    stream: torch.cuda.Stream | None,
+) -> None:
+    if stream is not None:
+        torch.cuda.set_device(device)
+    with torch.no_grad(), torch.cuda.stream(stream):
+        while (job := jobs.get()) is not None:
+            bucket, ready = job
+            if ready is not None:
+                ready.wait()  # this thread's stream waits, not the thread
+            method = reduce()
+            try:
+                if method is not None and not errors:
+                    method(bucket)
+            except BaseException as error:
+                errors.append(error)
+            del method
+            jobs.task_done()

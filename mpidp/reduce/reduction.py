@@ -9,6 +9,8 @@ from torch import nn
 from mpidp.reduce.buckets import Bucket, Buckets
 from mpidp.reduce.overlap import Overlap
 from mpidp.reduce.reducer import Reducer
+from mpidp.reduce.transport import as_real
+from mpidp.reduce.wire import SIXTEEN_BITS
 from mpidp.world.shared_error import share_error
 from mpidp.world.world import World
 
@@ -26,18 +28,27 @@ class Reduction:
 
     Args:
         world: the ranks.
-        parameters: what to reduce, in the order in which backward finishes them.
+        named: what to reduce, name and parameter, in the order in which backward finishes them.
         reducer: the strategy.
         bucket_bytes: size aimed at for one bucket.
         overlap: reduce buckets in a helper thread while backward goes on.
+        check_finite: raise, on all ranks, when a gradient is infinite or NaN before it is summed.
     """
 
     def __init__(
-        self, world: World, parameters: Sequence[nn.Parameter], reducer: Reducer, bucket_bytes: int, overlap: bool
+        self,
+        world: World,
+        named: Sequence[tuple[str, nn.Parameter]],
+        reducer: Reducer,
+        bucket_bytes: int,
+        overlap: bool,
+        check_finite: bool,
     ):
         self._world = world
+        self._names = [name for name, _ in named]
+        self._check_finite = check_finite
         self.reducer = reducer
-        self.buckets = Buckets(parameters, bucket_bytes, reducer.allocate)
+        self.buckets = Buckets([parameter for _, parameter in named], bucket_bytes, reducer.allocate)
         self.seconds = self.busy_s = 0.0
         self._error: Exception | None = None
         self._bucket_of = {
@@ -79,11 +90,20 @@ class Reduction:
             while self._sent < len(self._missing):
                 self._send()
             self._overlap.wait()
-            # The helper thread cannot raise in the training thread, let alone on the other ranks.
-            error, self._error = self._error, None
-            share_error(self._world.topology.comm, error, f"on rank {self._world.rank}, reducing gradients")
         self._begin()
+        if self._overlap is not None or self._check_finite:
+            # Neither a helper thread nor another rank can raise here by itself.
+            error, self._error = self._error, None
+            note = f"on rank {self._world.rank} of {self._world.size} ({self._world.host}), reducing gradients"
+            share_error(self._world.topology.comm, error, note)
         self.seconds += time.perf_counter() - start
+
+    def give_up(self) -> None:
+        """A backward pass failed: waits for what it has sent already, as all ranks have. The next one starts anew."""
+        if self._overlap is not None:
+            self._overlap.wait()
+            self._error = None
+            self._begin()
 
     def close(self) -> None:
         """Ends the helper thread and gives the parameters gradients of their own. Collective."""
@@ -106,11 +126,28 @@ class Reduction:
         start = time.perf_counter()
         try:
             self.buckets.pack(bucket)
+            if self._check_finite:
+                self._check(bucket)
         except Exception as error:
-            if self._overlap is None:
+            if self._overlap is None and not self._check_finite:
                 raise
             # The other ranks are on their way into this bucket's collective: take part in it, and raise in `finish`.
             self._error = self._error or error
         self.reducer.mean(bucket)
         self.buckets.unpack(bucket)
         self.busy_s += time.perf_counter() - start
+
+    def _check(self, bucket: Bucket) -> None:
+        """Raises FloatingPointError for the first gradient of this rank that is infinite or NaN."""
+        # One pass over the bucket: a sum with a NaN or an infinity is never finite, one of finite numbers nearly always.
+        real = as_real(bucket.flat)
+        if bool(torch.isfinite(real.sum(dtype=torch.float32 if real.dtype in SIXTEEN_BITS else None))):
+            return
+        for slot, view in zip(bucket.layout.slots, bucket.views, strict=True):
+            wrong = int((~torch.isfinite(view)).sum())
+            if wrong:
+                raise FloatingPointError(
+                    f"the gradient of {self._names[slot.parameter]} is infinite or NaN in {wrong:,} of "
+                    f"{view.numel():,} elements on rank {self._world.rank} ({self._world.host}), before it was summed "
+                    f"with the other ranks'. Look at this rank's samples and at the learning rate."
+                )

@@ -1,5 +1,6 @@
 """A communicator and a wire in, the mean of flat tensors of any gradient dtype over it out."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -16,10 +17,10 @@ from mpidp.world.world import World
 
 
 class Transport(Protocol):
-    """Replaces a contiguous real tensor by its mean over a communicator, in place. Collective."""
+    """A way to the mean over a communicator."""
 
-    def mean(self, flat: Tensor) -> None:
-        """The same bits on every rank."""
+    def prepare(self, flat: Tensor) -> Callable[[], None]:
+        """What replaces a contiguous real tensor by its mean, in place, the same bits on every rank; collective."""
 
 
 class Transports:
@@ -39,24 +40,42 @@ class Transports:
         self._count = count
         self._options = options
         self._made: dict[torch.dtype, Transport] = {}
-        self._feedback: dict[torch.dtype, ErrorFeedback] = {}
+        self._prepared: dict[tuple[int, int, torch.dtype], Callable[[], None]] = {}
 
     def mean(self, flat: Tensor) -> None:
-        """Replaces a contiguous one-dimensional tensor by its mean over the communicator, in place. Collective."""
+        """Replaces a contiguous one-dimensional tensor by its mean over the communicator, in place. Collective.
+
+        The tensor is expected to come again: what can be prepared is kept, and so is its memory.
+        """
+        key = (flat.data_ptr(), flat.numel(), flat.dtype)
+        call = self._prepared.get(key)
+        if call is None:
+            call = self._prepared[key] = self.prepare(flat)
+        call()
+
+    def prepare(self, flat: Tensor) -> Callable[[], None]:
+        """What does so, for whoever keeps it. Not collective; calling it is."""
         real = as_real(flat)
         travels = wire_dtype(real.dtype, self._options.wire)
         if travels not in self._made:
             self._made[travels] = self._make(travels)
-        if travels != real.dtype and self._options.error_feedback:
-            self._feedback.setdefault(travels, ErrorFeedback(travels)).compensate(real)
-        self._made[travels].mean(real)
+        call = self._made[travels].prepare(real)
+        if travels == real.dtype or not self._options.error_feedback:
+            return call
+        feedback = ErrorFeedback(real, travels)
+
+        def compensate_and_call() -> None:
+            feedback.compensate()
+            call()
+
+        return compensate_and_call
 
     def _make(self, travels: torch.dtype) -> Transport:
-        asked = self._options.piece_bytes
+        asked, pause_s = self._options.piece_bytes, self._options.pause_s
         if travels in SIXTEEN_BITS:
-            return Exchange(self._comm, travels, asked or PIECE_BYTES, self._count, self._across_nodes)
+            return Exchange(self._comm, travels, asked or PIECE_BYTES, self._count, self._across_nodes, pause_s)
         suitable = PIECE_BYTES if self._across_nodes else MAX_PIECE_BYTES
-        return Allreduce(self._comm, asked or suitable, self._count, self._across_nodes)
+        return Allreduce(self._comm, asked or suitable, self._count, self._across_nodes, pause_s)
 
 
 def transports_of_all(world: World, options: ReducerOptions) -> Transports:

@@ -5,8 +5,9 @@ from contextlib import nullcontext
 
 from mpidp.tools import bench_allreduce, bench_step
 from mpidp.tools.baselines import gloo
-from mpidp.tools.bench_options import AllreduceOptions, StepOptions, check_names
+from mpidp.tools.bench_options import AllreduceOptions, StepOptions
 from mpidp.tools.bench_report import make_report
+from mpidp.tools.variant import parse_variant
 from mpidp.world.world import init
 
 Columns = Mapping[str, tuple[str, float]]
@@ -20,7 +21,8 @@ def bench(options: AllreduceOptions | StepOptions) -> str:
         MpidpError: a side whose results are wrong, or that cannot work here.
     """
     is_step = isinstance(options, StepOptions)
-    check_names(options.reducers, bench_step.NAMES if is_step else bench_allreduce.NAMES)
+    for name in options.reducers:
+        parse_variant(name, bench_step.NAMES if is_step else bench_allreduce.NAMES)
     world = init()
     with nullcontext() if options.against == "none" else gloo(world):
         if isinstance(options, StepOptions):

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from mpidp.errors import LaunchError, MpidpError
 from mpidp.reduce.buckets import Buckets
 from mpidp.reduce.choice import decide, make_reducer
-from mpidp.reduce.options import DEFAULT_OPTIONS
+from mpidp.reduce.options import ReducerOptions
 from mpidp.reduce.reducer import REDUCERS, Reducer
 from mpidp.tools.baselines import gloo_sum
 from mpidp.tools.bench_options import BUFFER_ITEMSIZE, AllreduceOptions
 from mpidp.tools.bench_report import Row
 from mpidp.tools.timing import Side, measure
+from mpidp.tools.variant import parse_variant
 from mpidp.world.mpi import MPI
 from mpidp.world.world import World
 
@@ -106,7 +107,8 @@ class _Contest:
         return self._make(name, buffer, partial(self._fill, buffer), partial(reduce_sum, buffer), factor)
 
     def _reducer_side(self, name: str) -> Side:
-        choice = decide(self.world, name, DEFAULT_OPTIONS, self.num_bytes)
+        variant = parse_variant(name, NAMES)
+        choice = decide(self.world, variant.reducer, ReducerOptions(wire=variant.wire), self.num_bytes)
         reducer = make_reducer(self.world, choice)
         self._reducers.append(reducer)
         parameter = nn.Parameter(torch.zeros_like(self.pattern))

@@ -42,7 +42,7 @@ class AllreduceOptions:
     sizes: Annotated[_Sizes, tyro.conf.arg(name="bytes")] = (4096, 1 << 20, 64 << 20)
     """Buffer sizes in bytes."""
     reducers: _Names = ("auto", "node", "flat", "naive", "mpi", "copy")
-    """What to time: reducers; mpi, the library's plain Allreduce; copy, the limit: all ranks copy such a buffer."""
+    """What to time: reducers, such as node or flat/bf16; mpi, the library's plain Allreduce; copy, the limit."""
     against: Literal["none", "gloo"] = "none"
     """Time torch.distributed's all_reduce over Gloo in the same run."""
     repeats: int = 20
@@ -58,7 +58,9 @@ class StepOptions:
     model: Literal["transformer", "mlp"] = "transformer"
     """Which model: 21 or 8.7 million parameters."""
     reducers: _Names = ("null", "auto", "node", "flat")
-    """What to time: reducers; plain, the model without a wrapper."""
+    """What to time: reducers, such as node or flat/bf16/overlap; plain, the model without a wrapper."""
+    scale: int = 1
+    """How many times the model's usual local batch each rank computes on."""
     against: Literal["none", "ddp"] = "none"
     """Time torch's DistributedDataParallel over Gloo in the same run."""
     repeats: int = 20
@@ -90,16 +92,11 @@ def parse(kind: type[Options], words: Sequence[str], console_outputs: bool = Tru
     return options
 
 
-def check_names(names: Sequence[str], known: Sequence[str]) -> None:
-    """Raises ConfigError for a name in `--reducers` that is not known."""
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ConfigError(f"--reducers={','.join(names)}: unknown {', '.join(unknown)}. Known: {', '.join(known)}.")
-
-
 def _check(options: AllreduceOptions | StepOptions) -> None:
     if options.repeats < 1:
         raise ConfigError(f"--repeats={options.repeats}; expected at least 1.")
+    if isinstance(options, StepOptions) and options.scale < 1:
+        raise ConfigError(f"--scale={options.scale}; expected at least 1.")
     _check_distinct("--reducers", options.reducers)
     if isinstance(options, AllreduceOptions):
         _check_distinct("--bytes", options.sizes)

@@ -28,13 +28,13 @@ class Workload:
         return functional.cross_entropy(scores.flatten(0, -2), self.targets.flatten())
 
 
-def make_workload(name: str, world: World) -> Workload:
-    """The workload of that name on this rank's device; leaves torch's random state as it was."""
+def make_workload(name: str, scale: int, world: World) -> Workload:
+    """The workload of that name, with `scale` times its usual batch; leaves torch's random state as it was."""
     with torch.random.fork_rng():
         torch.manual_seed(SEED)
         module = MODELS[name]().to(world.device)
         torch.manual_seed(SEED + 1 + world.rank)
-        inputs, targets = BATCHES[name]()
+        inputs, targets = BATCHES[name](scale)
     return Workload(module, inputs.to(world.device), targets.to(world.device))
 
 
@@ -47,7 +47,7 @@ def _transformer() -> nn.Module:
     return gpt(vocabulary=VOCABULARY, context=CONTEXT, layers=6, heads=8, width=512)
 
 
-def _transformer_batch(sequences: int = 1) -> tuple[Tensor, Tensor]:
+def _transformer_batch(sequences: int) -> tuple[Tensor, Tensor]:
     """As many tokens as a core of 2020 trains on in about 150 ms, which is about what summing the gradients takes."""
     tokens = torch.randint(VOCABULARY, (2, sequences, CONTEXT))
     return tokens[0], tokens[1]
@@ -58,9 +58,9 @@ def _mlp() -> nn.Module:
     return mlp(inputs=FEATURES, hidden=(2048, 2048, 1024), classes=CLASSES)
 
 
-def _mlp_batch(samples: int = 64) -> tuple[Tensor, Tensor]:
-    return torch.randn(samples, FEATURES), torch.randint(CLASSES, (samples,))
+def _mlp_batch(scale: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(64 * scale, FEATURES), torch.randint(CLASSES, (64 * scale,))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"transformer": _transformer, "mlp": _mlp}
-BATCHES: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {"transformer": _transformer_batch, "mlp": _mlp_batch}
+BATCHES: dict[str, Callable[[int], tuple[Tensor, Tensor]]] = {"transformer": _transformer_batch, "mlp": _mlp_batch}

@@ -26,6 +26,9 @@ class Listener(Protocol):
     def on_end(self) -> None:
         """A backward pass that came to at least one parameter is over."""
 
+    def on_failure(self) -> None:
+        """A backward pass failed half-way; its exception is on its way to the user."""
+
 
 class BackwardWatch:
     """Watches the parameters, and those backward passes that come to them.
@@ -99,13 +102,19 @@ class _Pass:
     def __init__(self, watch: BackwardWatch, task: int):
         self._watch = watch
         self.task = task
-        self.came_to_parameter = False
+        self.came_to_parameter = self.is_over = False
 
     def __call__(self) -> None:
+        self.is_over = True
         self._watch._pass = None
         listener = self._watch.listener()
         if self.came_to_parameter and listener is not None:
             listener.on_end()
+
+    def __del__(self) -> None:
+        listener = self._watch.listener()
+        if not self.is_over and listener is not None:
+            listener.on_failure()
 
 
 class _Entry:

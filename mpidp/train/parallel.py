@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,10 @@ from mpidp.train.broadcast import broadcast_module
 from mpidp.train.signature import check_same, check_supported, module_signature
 from mpidp.world.world import World
 
-BUCKET_BYTES = 25 << 20
+# Several buckets for a model of any size, so that the first leaves early, and each large enough for full bandwidth.
+BUCKET_BYTES = 8 << 20
+# Ten times what a thread switch costs; with a longest pause of a millisecond, large buckets arrive a fifth later.
+PAUSE_S = 1e-4
 
 
 class DataParallel(nn.Module):
@@ -27,7 +31,9 @@ class DataParallel(nn.Module):
 
     All ranks must hold the same parameters (checked); they get the values of rank 0. Afterwards, each time
     `backward()` returns outside `no_sync()`, every `p.grad` is the mean over ranks, and clipping, GradScaler and any
-    optimizer work as on one GPU. Parameters that no rank used keep `grad is None`. `forward` communicates nothing.
+    optimizer work as on one GPU. Parameters that no rank used keep `grad is None`; those used on some ranks only are
+    zero on the others, which must use at least one parameter of the module (their `backward()` is how they take part).
+    `forward` communicates nothing.
 
     Args:
         module: the model, on `world.device`.
@@ -38,6 +44,8 @@ class DataParallel(nn.Module):
         error_feedback: with a 16-bit wire, add what rounding lost to the next step's gradient.
         piece_bytes: the largest buffer given to one call of MPI; 0 leaves it to "auto", or to the kind of network.
         overlap: reduce while backward still runs; None leaves it to the facts.
+        check_finite: raise FloatingPointError, on all ranks, naming parameter and rank, when a gradient is infinite or
+            NaN before it is summed. Not for use with GradScaler, which expects such gradients and skips the step.
         quiet: do not print what "auto" chose; whoever asks for this shows `choice` in its own way.
 
     Raises:
@@ -57,16 +65,20 @@ class DataParallel(nn.Module):
         error_feedback: bool = False,
         piece_bytes: int = 0,
         overlap: bool | None = None,
+        check_finite: bool = False,
         quiet: bool = False,
     ):
         super().__init__()
         self.module = module
         self.world = world
         self._bucket_bytes = bucket_bytes
+        self._check_finite = check_finite
         with world.together("wrapping the model"):
             check_supported(module, world)
         options = ReducerOptions(piece_bytes, wire, error_feedback)
-        told = f"reducer={reducer}, bucket_bytes={bucket_bytes}, overlap={overlap}, {options}"
+        told = (
+            f"reducer={reducer}, bucket_bytes={bucket_bytes}, overlap={overlap}, check_finite={check_finite}, {options}"
+        )
         check_same(world, [told, *module_signature(module)], "the models")
         broadcast_module(module, world)
         num_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
@@ -161,16 +173,25 @@ class DataParallel(nn.Module):
         if self._reduces:
             self.synchronize()
 
+    def on_failure(self) -> None:
+        """Called when a backward pass raised: whoever catches that must find a wrapper at rest."""
+        self._reduction.give_up()
+
     def _start(self) -> None:
         """Makes buckets of the trainable parameters and watches them. Collective."""
-        trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        trainable = [(name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad]
         self._frozen = [parameter for parameter in self.module.parameters() if not parameter.requires_grad]
         trainable.reverse()  # backward finishes the last layers first
         if self.world.size == 1 and self.choice.name == "null":
             trainable = []  # one rank is plain torch: no hook, no buffer
-        reducer = make_reducer(self.world, self.choice)
-        self._reduction = Reduction(self.world, trainable, reducer, self._bucket_bytes, self.overlap)
-        self._watch = BackwardWatch(trainable, self)
+        # A helper thread that waits for the network must leave the core to backward.
+        pause_s = PAUSE_S if self.overlap and self.world.device.type == "cpu" else 0.0
+        options = replace(self.choice.options, pause_s=pause_s)
+        reducer = make_reducer(self.world, replace(self.choice, options=options))
+        self._reduction = Reduction(
+            self.world, trainable, reducer, self._bucket_bytes, self.overlap, self._check_finite
+        )
+        self._watch = BackwardWatch(self._reduction.buckets.parameters, self)
 
     def _stop(self) -> None:
         self._watch.remove()

@@ -34,6 +34,7 @@ def wrap(module: nn.Module, world: World, section: ReduceSection, resume: Path |
         error_feedback=section.error_feedback,
         piece_bytes=piece_bytes,
         overlap=overlap,
+        check_finite=section.check_finite,
         quiet=True,
     )
 

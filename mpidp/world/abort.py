@@ -2,15 +2,17 @@
 
 A rank that dies quietly leaves the others waiting in a collective until the time limit. So every way out of a rank
 that means failure (an uncaught exception in any thread, `sys.exit(n)` with n not 0) prints what happened, tagged with
-rank and node, and aborts all ranks.
+rank and node, and aborts all ranks. (Not a bare `raise SystemExit(n)`: Python 3.11 lets nobody see that one.)
 """
 
+import builtins
 import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from dis import opname
 from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
@@ -28,13 +30,16 @@ class AbortGuard:
         self.tag = f"[rank {rank} of {size} on {host}]"
         self.abort = abort
         self.stream = stream
-        self._saved: tuple[Any, Any, Any] | None = None
+        self._saved: tuple[Any, Any, Any, Any] | None = None
 
     def install(self) -> None:
         """Puts the hooks in place; a second call changes nothing."""
         if self._saved is not None:
             return
-        self._saved = (sys.excepthook, threading.excepthook, sys.exit)
+        # `exit` and `quit` are there only where Python's site module is.
+        self._saved = (sys.excepthook, threading.excepthook, sys.exit, vars(builtins).get("exit"))
+        if self._saved[3] is not None:
+            builtins.exit = builtins.quit = self.exit
         sys.excepthook = self.on_exception
         threading.excepthook = self.on_thread_exception
         sys.exit = self.exit
@@ -43,7 +48,9 @@ class AbortGuard:
         """Puts the former hooks back: from here on this rank may leave with any exit code, as all ranks do."""
         if self._saved is None:
             return
-        sys.excepthook, threading.excepthook, sys.exit = self._saved
+        sys.excepthook, threading.excepthook, sys.exit, builtin_exit = self._saved
+        if builtin_exit is not None:
+            builtins.exit = builtins.quit = builtin_exit
         self._saved = None
 
     def on_exception(
@@ -85,9 +92,8 @@ class _WatchedExit(SystemExit):
     """A SystemExit that tells whether it ended the interpreter or was caught.
 
     Python offers no hook for an uncaught SystemExit, and at-exit handlers are not told the code. But the interpreter
-    drops the exception after the last Python frame is gone, while code that catches it still has a frame. And code
-    that caught it and kept it, so that it is dropped with everything else at the end, went on afterwards: the
-    outermost frame that the exception came to did not end there.
+    drops the exception after the last Python frame is gone, while code that catches it still has a frame. What is
+    dropped later, when the interpreter clears up, may have been caught and kept.
     """
 
     def __init__(self, code: Any, guard: AbortGuard):
@@ -95,10 +101,16 @@ class _WatchedExit(SystemExit):
         self.guard = guard
 
     def __del__(self) -> None:
-        trace = self.__traceback__
-        if trace is not None and trace.tb_frame.f_lasti != trace.tb_lasti:
+        if sys.is_finalizing() and self._was_caught():
             return
         try:
             sys._getframe(1)
         except ValueError:
             self.guard.on_exit(self.code)
+
+    def _was_caught(self) -> bool:
+        """Whether the frame that met the exception last went on and returned, instead of passing it on."""
+        if self.__traceback__ is None:
+            return False
+        frame = self.__traceback__.tb_frame
+        return opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")

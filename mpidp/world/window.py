@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mpidp.world.mpi import MPI
+from mpidp.world.noise import without_noise
 
 PAGE_BYTES = 4096
 SHARED_MEMORY = "/dev/shm"
@@ -30,7 +31,8 @@ class SharedWindow:
         # Segments need not be neighbours: each may then lie in the memory nearest to its rank.
         info = MPI.Info.Create({"alloc_shared_noncontig": "true"})
         size = -(-max(num_bytes, 1) // PAGE_BYTES) * PAGE_BYTES
-        self._window = MPI.Win.Allocate_shared(size, 1, info, node_comm)
+        with without_noise():
+            self._window = MPI.Win.Allocate_shared(size, 1, info, node_comm)
         info.Free()
         self.segments: Sequence[Tensor] = [
             torch.frombuffer(self._window.Shared_query(rank)[0], dtype=torch.uint8) for rank in range(node_comm.size)

@@ -11,6 +11,7 @@ from torch.nn import functional as F  # noqa: N812  # the name every PyTorch pro
 import mpidp
 
 MICRO_BATCHES = 3
+BUCKETS = 4
 
 
 def loss_of(model: nn.Module, world: mpidp.World | None, seed: int) -> Tensor:
@@ -30,9 +31,12 @@ def assert_gradients(model: nn.Module, expected: dict[str, Tensor | None]) -> No
         torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-14)
 
 
-@pytest.fixture
-def model(world: mpidp.World) -> mpidp.DataParallel:
-    return mpidp.DataParallel(small_model(), world, reducer="flat")
+@pytest.fixture(params=[False, True], ids=["after", "overlap"])
+def model(world: mpidp.World, request: pytest.FixtureRequest) -> mpidp.DataParallel:
+    """Four parameters, a bucket each, reduced after backward or while it runs."""
+    model = mpidp.DataParallel(small_model(), world, reducer="flat", bucket_bytes=100, overlap=request.param)
+    assert len(model.buckets.buckets) == BUCKETS
+    return model
 
 
 @pytest.mark.parametrize("around", ["nothing", "forward", "backward", "both"])
@@ -46,7 +50,7 @@ def test_accumulation_equals_one_big_batch(world: mpidp.World, model: mpidp.Data
         with model.no_sync() if around in ("backward", "both") and not last else contextlib.nullcontext():
             loss.backward()  # type: ignore[no-untyped-call]
     assert_gradients(model, expected_gradients())
-    assert counted.calls == (1 if around in ("backward", "both") else MICRO_BATCHES)
+    assert counted.calls == BUCKETS * (1 if around in ("backward", "both") else MICRO_BATCHES)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -59,7 +63,7 @@ def test_zero_grad_both_ways(world: mpidp.World, model: mpidp.DataParallel, set_
         loss_of(model, world, step).backward()  # type: ignore[no-untyped-call]
         assert_gradients(model, expected_gradients(range(step, step + 1)))
         homes.add(tuple(p.grad.data_ptr() for p in model.parameters() if p.grad is not None))
-    assert counted.calls == 4
+    assert counted.calls == 4 * BUCKETS
     assert model.buckets.copies == 0
     assert len(homes) == 1 and len(next(iter(homes))) == 4
 
@@ -115,7 +119,7 @@ def test_synchronize_reduces_once(world: mpidp.World, model: mpidp.DataParallel)
     assert_gradients(model, expected_gradients(range(1)))
     model.synchronize()
     torch.optim.SGD(model.parameters(), lr=0.0).step()
-    assert counted.calls == 1
+    assert counted.calls == BUCKETS
 
 
 def test_no_sync_nests_and_survives_an_exception(world: mpidp.World, model: mpidp.DataParallel) -> None:
@@ -127,7 +131,7 @@ def test_no_sync_nests_and_survives_an_exception(world: mpidp.World, model: mpid
         assert counted.calls == 0
         _ = 1 / 0
     loss_of(model, world, 1).backward()  # type: ignore[no-untyped-call]
-    assert counted.calls == 1
+    assert counted.calls == BUCKETS
     assert_gradients(model, expected_gradients(range(2)))
 
 
@@ -161,9 +165,10 @@ class Branching(nn.Module):
         return self.always(x) + (self.sometimes(x) if branch else 0)
 
 
-def test_an_accumulation_given_up_leaves_no_trace(world: mpidp.World) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_accumulation_given_up_leaves_no_trace(world: mpidp.World, overlap: bool) -> None:
     """Behaviours 13 and 14: a batch that is dropped by zero_grad() counts for nothing, on no rank."""
-    model = mpidp.DataParallel(Branching(), world)
+    model = mpidp.DataParallel(Branching(), world, bucket_bytes=100, overlap=overlap)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = (share(world, part) for part in batch(0))
     with model.no_sync():

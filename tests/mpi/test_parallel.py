@@ -179,10 +179,11 @@ class Remembering(nn.Module):
 
 @pytest.mark.parametrize("make", [small_model, Remembering])
 @pytest.mark.parametrize("steps", [0, 2])
-def test_a_dropped_model_is_collected(world: mpidp.World, make: Any, steps: int) -> None:
-    """Behaviour 22: neither autograd's graph nor the optimizer hook keeps wrapper, module or buffers."""
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_dropped_model_is_collected(world: mpidp.World, make: Any, steps: int, overlap: bool) -> None:
+    """Behaviour 22: neither autograd's graph, the optimizer hook nor a thread keeps wrapper, module or buffers."""
     module = make()
-    model = mpidp.DataParallel(module, world)
+    model = mpidp.DataParallel(module, world, reducer="flat", overlap=overlap)
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), world, steps)
     dead = [weakref.ref(model), weakref.ref(module), weakref.ref(model.buckets)]
     del model, module

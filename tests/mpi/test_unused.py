@@ -29,11 +29,13 @@ def backward(world: mpidp.World, model: mpidp.DataParallel, chosen: int, seed: i
     return loss
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
-@pytest.mark.parametrize("reducer", ["naive", "flat", "staged"])
-def test_used_on_one_rank_only(world: mpidp.World, reducer: str, bucket_bytes: int) -> None:
+@pytest.mark.parametrize("reducer", ["naive", "flat", "staged", "node"])
+def test_used_on_one_rank_only(world: mpidp.World, reducer: str, bucket_bytes: int, overlap: bool) -> None:
     """Behaviour 14: the others contribute zero."""
-    model = mpidp.DataParallel(Experts(world.size), world, reducer=reducer, bucket_bytes=bucket_bytes)
+    module = Experts(world.size)
+    model = mpidp.DataParallel(module, world, reducer=reducer, bucket_bytes=bucket_bytes, overlap=overlap)
     plain = Experts(world.size)
     x, y = batch(0)
     parts = [F.mse_loss(plain(x[rank :: world.size], rank), y[rank :: world.size]) for rank in range(world.size)]
@@ -46,10 +48,13 @@ def test_used_on_one_rank_only(world: mpidp.World, reducer: str, bucket_bytes: i
     assert model.module.never.weight.grad is None
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_control_flow_that_differs_between_ranks_and_steps(world: mpidp.World, set_to_none: bool) -> None:
+def test_control_flow_that_differs_between_ranks_and_steps(
+    world: mpidp.World, set_to_none: bool, overlap: bool
+) -> None:
     """Behaviours 8 and 14: AdamW decays what has a gradient, so a None on one rank only would tell."""
-    model = mpidp.DataParallel(Experts(2 * world.size), world)
+    model = mpidp.DataParallel(Experts(2 * world.size), world, bucket_bytes=200, overlap=overlap)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.5)
     start = model.module.never.weight.clone()
     for step in range(6):
@@ -65,7 +70,8 @@ def test_control_flow_that_differs_between_ranks_and_steps(world: mpidp.World, s
     assert torch.equal(model.module.never.weight, start)
 
 
-def test_all_gradients_unused_on_some_ranks(world: mpidp.World) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_all_gradients_unused_on_some_ranks(world: mpidp.World, overlap: bool) -> None:
     """Behaviour 14: the last rank's loss goes round every parameter of the model, but through the model."""
 
     class Gate(nn.Module):
@@ -77,7 +83,7 @@ def test_all_gradients_unused_on_some_ranks(world: mpidp.World) -> None:
         def forward(self, x: Tensor, closed: bool) -> Tensor:
             return self.lone * 0 + x.sum() if closed else (x[:, :3] * self.scale).sum()
 
-    model = mpidp.DataParallel(Gate(), world)
+    model = mpidp.DataParallel(Gate(), world, bucket_bytes=1, overlap=overlap)
     x = torch.ones(2, 5, dtype=torch.float64)
     closed = world.rank == world.size - 1
     model(x, closed).backward()

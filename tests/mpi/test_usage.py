@@ -27,9 +27,19 @@ class Chain(nn.Module):
         return self.last(self.call(self.middle, self.call(self.first, x).tanh()).tanh())
 
 
+def wrap(world: mpidp.World, module: nn.Module, overlap: bool) -> mpidp.DataParallel:
+    return mpidp.DataParallel(module, world, reducer="flat", bucket_bytes=300, overlap=overlap)
+
+
 def assert_like_plain(world: mpidp.World, make: Callable[[], nn.Module], loss_of: Callable[..., Tensor]) -> None:
-    """Two steps of `loss_of(model, x, y)` give the gradients of plain torch on the whole batch, by one reduction."""
-    plain, model = make(), mpidp.DataParallel(make(), world, reducer="flat")
+    """Steps of `loss_of(model, x, y)` give the gradients of plain torch on the whole batch, by one reduction each."""
+    for overlap in (False, True):
+        assert_steps(world, make(), wrap(world, make(), overlap), loss_of)
+
+
+def assert_steps(
+    world: mpidp.World, plain: nn.Module, model: mpidp.DataParallel, loss_of: Callable[..., Tensor]
+) -> None:
     counted = CountedMean(model)
     for step in range(2):
         whole = batch(step, outputs=5)
@@ -40,7 +50,7 @@ def assert_like_plain(world: mpidp.World, make: Callable[[], nn.Module], loss_of
         found = gradients(model)
         for name, expected in gradients(plain).items():
             torch.testing.assert_close(found[name], expected, rtol=1e-10, atol=1e-13)
-        assert counted.calls == step + 1
+        assert counted.calls == (step + 1) * len(model.buckets.buckets)
 
 
 def squared_error(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

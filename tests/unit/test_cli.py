@@ -36,7 +36,8 @@ TRAIN_OPTIONS = """
 --data.lanes --data.mixing_chunks --data.transform
 --model.name --loss.name --optimizer.name --optimizer.lr --scheduler.name
 --train.epochs --train.clip_norm --train.micro_batch --train.dtype --train.threads --train.on_end
---reduce.reducer --reduce.bucket_bytes --reduce.piece_bytes --reduce.wire --reduce.error_feedback --reduce.overlap
+--reduce.reducer --reduce.bucket_bytes --reduce.piece_bytes --reduce.wire --reduce.error_feedback --reduce.check_finite
+--reduce.overlap
 --checkpoint.every_epochs --checkpoint.every_steps --checkpoint.keep
 --log.every_steps --log.progress_s
 """
