@@ -139,7 +139,7 @@ class Reduction:
 
     def _check(self, bucket: Bucket) -> None:
         """Raises FloatingPointError for the first gradient of this rank that is infinite or NaN."""
-        # One pass over the bucket: a sum with a NaN or an infinity is never finite, one of finite numbers nearly always.
+        # One pass over the bucket: a sum with a NaN or an infinity is never finite, others nearly always are.
         real = as_real(bucket.flat)
         if bool(torch.isfinite(real.sum(dtype=torch.float32 if real.dtype in SIXTEEN_BITS else None))):
             return

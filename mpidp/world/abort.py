@@ -39,7 +39,7 @@ class AbortGuard:
         # `exit` and `quit` are there only where Python's site module is.
         self._saved = (sys.excepthook, threading.excepthook, sys.exit, vars(builtins).get("exit"))
         if self._saved[3] is not None:
-            builtins.exit = builtins.quit = self.exit
+            vars(builtins).update(exit=self.exit, quit=self.exit)
         sys.excepthook = self.on_exception
         threading.excepthook = self.on_thread_exception
         sys.exit = self.exit
@@ -50,7 +50,7 @@ class AbortGuard:
             return
         sys.excepthook, threading.excepthook, sys.exit, builtin_exit = self._saved
         if builtin_exit is not None:
-            builtins.exit = builtins.quit = builtin_exit
+            vars(builtins).update(exit=builtin_exit, quit=builtin_exit)
         self._saved = None
 
     def on_exception(
