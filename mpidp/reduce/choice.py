@@ -10,7 +10,7 @@ from mpidp.reduce.wire import WIRES
 from mpidp.world.world import World
 
 # How many times slower than the fastest the first candidate must be to lose its place.
-CLEARLY = 1.3
+CLEARLY = 1.5
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
 """A trainer in, its whole state in a checkpoint out; and back, so that the run goes on as if it had not stopped."""
 
 import logging
+import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpidp.config import to_toml
+from mpidp.config import RunConfig, to_toml
 from mpidp.errors import CheckpointError
 from mpidp.train import checkpoint, rng
 from mpidp.train.run_folder import RunFolder
@@ -49,7 +50,21 @@ def restore(trainer: "Trainer", run_folder: Path) -> int:
     else:
         rng.seed_all(trainer.config.run.seed, world.rank, trainer.step)
     world.say(f"resumed from {path}: step {trainer.step:,}, epoch {trainer.loader.epoch + 1}")
+    ignored = _ignored(trainer.config, state["config"])
+    if ignored:
+        world.say(f"changed since, but the checkpoint's values go on: {', '.join(ignored)}")
     return int(state["metrics_bytes"])
+
+
+def _ignored(config: RunConfig, saved: str) -> list[str]:
+    """Settings of optimizer and scheduler that differ from the checkpoint's, which are part of their saved state."""
+    before, now = tomllib.loads(saved), tomllib.loads(to_toml(config))
+    return [
+        f"{section}.{key}"
+        for section in ("optimizer", "scheduler")
+        for key in sorted({*before[section], *now[section]})
+        if before[section].get(key) != now[section].get(key)
+    ]
 
 
 def _newest(folder: RunFolder) -> tuple[Path, list[str]]:

@@ -8,9 +8,11 @@ from torch import Tensor
 
 from mpidp.world.mpi import MPI
 from mpidp.world.noise import without_noise
+from mpidp.world.waiting import wait
 
 PAGE_BYTES = 4096
 SHARED_MEMORY = "/dev/shm"
+CROWDED_PAUSE_S = 1e-4
 
 
 class SharedWindow:
@@ -28,6 +30,9 @@ class SharedWindow:
 
     def __init__(self, node_comm: MPI.Intracomm, num_bytes: int):
         self._comm = node_comm
+        # A rank in a Barrier keeps its core busy; with more ranks than cores it keeps it from one that still works.
+        cores = frozenset[int]().union(*node_comm.allgather(os.sched_getaffinity(0)))
+        self._crowded = node_comm.size > len(cores)
         # Segments need not be neighbours: each may then lie in the memory nearest to its rank.
         info = MPI.Info.Create({"alloc_shared_noncontig": "true"})
         size = -(-max(num_bytes, 1) // PAGE_BYTES) * PAGE_BYTES
@@ -50,7 +55,10 @@ class SharedWindow:
         from before it.
         """
         self._window.Sync()
-        self._comm.Barrier()
+        if self._crowded:
+            wait(self._comm.Ibarrier(), CROWDED_PAUSE_S)
+        else:
+            self._comm.Barrier()
         self._window.Sync()
 
     def free(self) -> None:

@@ -100,7 +100,7 @@ def timing(name: str, seconds: float) -> Timing:
 def test_pick_keeps_the_likeliest_unless_another_is_clearly_faster() -> None:
     """Two runs on equal machines add in the same order, whatever the noise of the measurement."""
     assert pick([timing("node", 1.2), timing("flat", 1.0)]).name == "node"
-    assert pick([timing("node", 2.0), timing("flat", 1.0)]).name == "flat"
+    assert pick([timing("node", 1.6), timing("flat", 1.0)]).name == "flat"
     assert "flat" in pick([timing("node", 1.0), timing("flat", 3.0)]).reason
 
 

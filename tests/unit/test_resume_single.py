@@ -10,7 +10,9 @@ import pytest
 import torch
 from small_runs import contents, losses, records, small_run, weights
 
+from mpidp.config import OptimizerSection, RunConfig, to_toml
 from mpidp.errors import CheckpointError
+from mpidp.train.resume import _ignored
 
 Run = Callable[..., Path]
 
@@ -99,3 +101,11 @@ def test_a_checkpoint_of_another_training_is_refused(run: Run, changes: dict[str
     with pytest.raises(CheckpointError, match="step_00000005"):
         run(resume=folder, **changes)
     assert contents(folder) == before, "nothing half-written"
+
+
+def test_changed_settings_that_the_checkpoint_overrides_are_told() -> None:
+    """A new learning rate does nothing on resume: the optimizer's state holds the old one."""
+    saved = to_toml(RunConfig(optimizer=OptimizerSection(lr=0.1)))
+    now = RunConfig(optimizer=OptimizerSection(lr=0.2, arguments={"weight_decay": 0.5}))
+    assert _ignored(now, saved) == ["optimizer.arguments", "optimizer.lr"]
+    assert _ignored(RunConfig(optimizer=OptimizerSection(lr=0.1)), saved) == []
