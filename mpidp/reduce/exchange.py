@@ -110,10 +110,10 @@ class Exchange:
     def _add(self, received: Tensor) -> Tensor:
         """The mean of this rank's part of all contributions, rounded, in the first part of the buffer."""
         part = received.numel() // self.comm.size
-        total = self._total[:part]
+        total, term = self._wide[0, :part], self._wide[1, :part]
         total.copy_(received[:part])
         for rank in range(1, self.comm.size):
-            total.add_(received[rank * part : (rank + 1) * part])
+            total.add_(term.copy_(received[rank * part : (rank + 1) * part]))  # torch would widen into new memory
         total.div_(self.comm.size)
         return received[:part].copy_(total)
 
@@ -124,7 +124,7 @@ class Exchange:
         numel = self._part * self.comm.size
         sent, received = (torch.empty(2, numel, dtype=self.dtype, device=device) for _ in range(2))
         self._scratch = [_Scratch(sent[index], received[index]) for index in range(2)]
-        self._total = torch.empty(self._part, dtype=torch.float32, device=device)
+        self._wide = torch.empty(2, self._part, dtype=torch.float32, device=device)
 
 
 def as_buffer(tensor: Tensor) -> object:

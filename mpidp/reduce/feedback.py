@@ -19,11 +19,11 @@ class ErrorFeedback:
 
     def __init__(self, flat: Tensor, dtype: torch.dtype):
         self._flat = flat
-        self._dtype = dtype
+        self._rounded = torch.empty_like(flat, dtype=dtype)
         self._error = torch.zeros_like(flat)
 
     def compensate(self) -> None:
         """Adds the last error to the buffer, in place, and remembers the error that rounding it now will make."""
         self._flat.add_(self._error)
-        self._error.copy_(self._flat)
-        self._error.sub_(self._flat.to(self._dtype))
+        self._error.copy_(self._rounded.copy_(self._flat))
+        torch.sub(self._flat, self._error, out=self._error)

@@ -9,10 +9,9 @@ from torch import Tensor
 from mpidp.reduce.buckets import Bucket
 from mpidp.reduce.buffers import plain_buffers, torch_dtype
 from mpidp.reduce.layout import ALIGNMENT_BYTES, BucketLayout
-from mpidp.reduce.node_mean import NodeMean
+from mpidp.reduce.node_mean import NodeMean, make_node_mean
 from mpidp.reduce.options import ReducerOptions
 from mpidp.reduce.transport import as_real, transports_of_all
-from mpidp.world.window import free_shared_memory
 from mpidp.world.world import World
 
 # Below this the two barriers cost more than MPI's own Allreduce takes.
@@ -37,9 +36,9 @@ class NodeReducer:
         if self._world.topology.max_local_size == 1 or device.type != "cpu" or not layouts:
             return plain_buffers(layouts, device)
         starts, num_bytes = _place(layouts)
-        if not has_room(self._world, num_bytes):
+        self._shared = make_node_mean(self._world, self._options, num_bytes)
+        if self._shared is None:
             return plain_buffers(layouts, device)
-        self._shared = NodeMean(self._world, self._options, num_bytes)
         flats = [
             self._shared.own[start : start + layout.num_bytes].view(torch_dtype(layout))
             for layout, start in zip(layouts, starts, strict=True)
@@ -72,21 +71,6 @@ class NodeReducer:
         assert self._shared is not None
         real = as_real(bucket.flat)
         return partial(self._shared.mean, start, real.numel(), real.dtype)
-
-
-def has_room(world: World, num_bytes: int) -> bool:
-    """Whether every node has `num_bytes` of shared memory for each of its ranks; says so where not. Collective."""
-    needed = num_bytes * world.local_size
-    free = free_shared_memory()
-    short = free is not None and world.local_rank == 0 and free < needed
-    if short:
-        print(
-            f"mpidp: {world.host} has {free:,} bytes of shared memory left, the gradients of its {world.local_size} "
-            f"ranks need {needed:,}: reducing by MPI's Allreduce instead (slower). Enlarge /dev/shm (--shm-size in a "
-            f"container), or choose reducer flat.",
-            flush=True,
-        )
-    return not world.any(short)
 
 
 def _place(layouts: Sequence[BucketLayout]) -> tuple[list[int], int]:

@@ -17,7 +17,8 @@ from mpidp.reduce.options import ReducerOptions
 from mpidp.reduce.pieces import pieces
 from mpidp.reduce.transport import Transports
 from mpidp.reduce.wire import SIXTEEN_BITS
-from mpidp.world.window import SharedWindow
+from mpidp.world.mpi import MPI
+from mpidp.world.window import SharedWindow, free_shared_memory
 from mpidp.world.world import World
 
 # A block of the first rank's segment stays in the second-level cache from the addition to the division.
@@ -43,7 +44,7 @@ class NodeMean:
         self._local_rank, self._local_size = topology.node_comm.rank, topology.node_comm.size
         self._num_lanes = topology.num_lanes if self._several_nodes else self._local_size
         self._block_bytes = block_bytes
-        self._total = torch.empty(block_bytes // torch.float32.itemsize, dtype=torch.float32)
+        self._wide = torch.empty(2, block_bytes // torch.float32.itemsize, dtype=torch.float32)
         if self._several_nodes and topology.lane_comm is not None:
             self._lane_of_sums = Transports(topology.lane_comm, options, world.size, across_nodes=True)
             self._lane_of_means = Transports(topology.lane_comm, options, topology.num_nodes, across_nodes=True)
@@ -87,14 +88,17 @@ class NodeMean:
 
     def _add(self, parts: list[Tensor], divide_by: float) -> None:
         """Adds all parts into the first; 16-bit numbers in float32, rounded once."""
-        narrow = parts[0].dtype in SIXTEEN_BITS
-        total = self._total[: parts[0].numel()].copy_(parts[0]) if narrow else parts[0]
+        if parts[0].dtype not in SIXTEEN_BITS:
+            for part in parts[1:]:
+                parts[0].add_(part)
+            if divide_by != 1:
+                parts[0].div_(divide_by)
+            return
+        total, term = self._wide[:, : parts[0].numel()]
+        total.copy_(parts[0])
         for part in parts[1:]:
-            total.add_(part)
-        if divide_by != 1:
-            total.div_(divide_by)
-        if narrow:
-            parts[0].copy_(total)
+            total.add_(term.copy_(part))  # torch would widen into new memory
+        parts[0].copy_(total.div_(divide_by))
 
     def _hand_out(self, parts: list[Tensor]) -> None:
         for part in parts[1:]:
@@ -102,3 +106,37 @@ class NodeMean:
 
     def _blocks(self, part: Tensor) -> Iterator[slice]:
         return pieces(part.numel(), max(part.element_size(), torch.float32.itemsize), self._block_bytes)
+
+
+def make_node_mean(world: World, options: ReducerOptions, num_bytes: int) -> NodeMean | None:
+    """A NodeMean on every rank; None on all where some node cannot have its window, which it says. Collective."""
+    if world.any(not _has_room(world, num_bytes)):
+        return None
+    made: NodeMean | None = None
+    try:
+        made = NodeMean(world, options, num_bytes)
+    except MPI.Exception as error:
+        if world.local_rank == 0:
+            _say_instead(f"{world.host}: MPI cannot share memory between the ranks of a node ({error})")
+    if world.any(made is None):
+        if made is not None:
+            made.close()
+        return None
+    return made
+
+
+def _has_room(world: World, num_bytes: int) -> bool:
+    """Whether this node has `num_bytes` of shared memory for each of its ranks; its first rank says so if not."""
+    needed = num_bytes * world.local_size
+    free = free_shared_memory()
+    if free is None or world.local_rank != 0 or free >= needed:
+        return True
+    _say_instead(
+        f"{world.host} has {free:,} bytes of shared memory left, the gradients of its {world.local_size} ranks need "
+        f"{needed:,} (enlarge /dev/shm, in a container by --shm-size)"
+    )
+    return False
+
+
+def _say_instead(reason: str) -> None:
+    print(f"mpidp: {reason}: gradients go through MPI's Allreduce instead, which is slower", flush=True)

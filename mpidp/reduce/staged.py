@@ -6,8 +6,7 @@ from torch import Tensor
 from mpidp.reduce.buckets import Bucket
 from mpidp.reduce.buffers import plain_buffers
 from mpidp.reduce.copy_streams import CopyStreams
-from mpidp.reduce.node import has_room
-from mpidp.reduce.node_mean import NodeMean
+from mpidp.reduce.node_mean import NodeMean, make_node_mean
 from mpidp.reduce.options import ReducerOptions
 from mpidp.reduce.pieces import pieces
 from mpidp.reduce.staged_plan import staged_plan
@@ -38,8 +37,9 @@ class StagedReducer:
         self._transports = transports_of_all(world, options)
         self._shared: NodeMean | None = None
         on_gpu = world.device.type == "cuda"
-        if world.topology.max_local_size > 1 and has_room(world, 2 * stage_bytes):
-            self._shared = NodeMean(world, options, 2 * stage_bytes)
+        if world.topology.max_local_size > 1:
+            self._shared = make_node_mean(world, options, 2 * stage_bytes)
+        if self._shared is not None:
             self._host = self._shared.own
             if on_gpu:
                 pin(self._host)

@@ -1,0 +1,79 @@
+"""Nodes that cannot share memory, or not enough: it is said once a node, and the mean is right all the same."""
+
+import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
+
+import mpidp
+from mpidp.reduce import node_mean
+from mpidp.reduce.buckets import Buckets
+from mpidp.reduce.options import ReducerOptions
+from mpidp.reduce.reducer import REDUCERS
+
+NUMEL = 100_000  # large enough for the window
+
+
+def mean(world: mpidp.World, name: str) -> torch.Tensor:
+    """The mean of rank + 1, by a reducer of that name."""
+    reducer = REDUCERS[name](world, ReducerOptions())
+    buckets = Buckets([nn.Parameter(torch.zeros(NUMEL))], 1 << 30, reducer.allocate)
+    buckets.expect(0)
+    gradient = buckets.parameters[0].grad
+    assert gradient is not None
+    gradient.fill_(world.rank + 1)
+    (bucket,) = buckets.buckets
+    buckets.pack(bucket)
+    reducer.mean(bucket)
+    result = gradient.clone()
+    reducer.close()
+    return result
+
+
+@pytest.mark.parametrize("name", ["node", "staged"])
+def test_too_little_shared_memory(
+    world: mpidp.World, name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The amount asked, the amount there, and what is used instead, once."""
+    monkeypatch.setattr(node_mean, "free_shared_memory", lambda: 12345)
+    assert bool((mean(world, name) == (world.size + 1) / 2).all())
+    printed = capfd.readouterr().out
+    if world.size > 1:
+        assert printed.count("12,345 bytes") == (1 if world.local_rank == 0 else 0)
+        assert printed.count("Allreduce instead") == (1 if world.local_rank == 0 else 0)
+
+
+@pytest.mark.parametrize("name", ["node", "staged"])
+def test_windows_that_cannot_be_had(
+    world: mpidp.World, name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An MPI library without shared windows is named by its own error."""
+
+    class NoWindow:
+        def __init__(self, *_: object) -> None:
+            raise MPI.Exception(MPI.ERR_RMA_SHARED)
+
+    monkeypatch.setattr(node_mean, "SharedWindow", NoWindow)
+    assert bool((mean(world, name) == (world.size + 1) / 2).all())
+    if world.size > 1 and world.local_rank == 0:
+        assert "cannot share memory" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("name", list(REDUCERS))
+@pytest.mark.parametrize("dtype, wire", [(torch.float32, "full"), (torch.float32, "bf16"), (torch.bfloat16, "full")])
+def test_no_memory_is_allocated_in_the_steady_state(
+    world: mpidp.World, name: str, dtype: torch.dtype, wire: str
+) -> None:
+    """After two reductions of a bucket, a third asks torch for no buffer."""
+    reducer = REDUCERS[name](world, ReducerOptions(wire=wire))
+    buckets = Buckets([nn.Parameter(torch.zeros(NUMEL, dtype=dtype))], 1 << 30, reducer.allocate)
+    buckets.expect(0)
+    (bucket,) = buckets.buckets
+    for _ in range(2):
+        reducer.mean(bucket)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        reducer.mean(bucket)
+    allocated = {event.key: event.self_cpu_memory_usage for event in profile.key_averages()}
+    # Torch makes a number of a few bytes of each divisor.
+    assert not {name: size for name, size in allocated.items() if size > 64}
+    reducer.close()
