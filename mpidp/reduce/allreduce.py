@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mpidp.reduce.pieces import pieces
+from mpidp.reduce.options import PIECE_BYTES
+from mpidp.reduce.pieces import MAX_PIECE_BYTES, pieces
 from mpidp.reduce.streams import synchronize_stream
 from mpidp.world.mpi import MPI
 from mpidp.world.waiting import wait
@@ -25,7 +26,7 @@ class Allreduce:
 
     Args:
         comm: the communicator.
-        piece_bytes: the largest buffer given to one MPI call.
+        piece_bytes: the largest buffer given to one MPI call; 0 for what suits.
         count: what the sum is divided by.
         across_nodes: keep several pieces under way at once, by non-blocking calls (in host memory only: they are not
             safe on device memory).
@@ -44,7 +45,9 @@ class Allreduce:
 
         The tensor is cut and wrapped for MPI here, once, which takes as long as summing a small one does.
         """
-        parts = [flat[piece] for piece in pieces(flat.numel(), flat.element_size(), self.piece_bytes)]
+        # Pieces help where several are under way. Blocking calls, as on a device, are best few and large.
+        suitable = PIECE_BYTES if self.across_nodes and not flat.is_cuda else MAX_PIECE_BYTES
+        parts = [flat[p] for p in pieces(flat.numel(), flat.element_size(), self.piece_bytes or suitable)]
         if flat.is_cuda:
             return partial(self._mean_on_device, parts, flat)
         arrays = [part.numpy() for part in parts]

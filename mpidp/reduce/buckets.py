@@ -108,6 +108,8 @@ class Buckets:
         assert parameter.grad is not None
         if parameter.grad.data_ptr() != view.data_ptr():
             view.copy_(parameter.grad.detach())
+            if view.is_cuda:  # it may be freed on another stream while this one still copies
+                parameter.grad.record_stream(torch.cuda.current_stream(view.device))
             self.copies += 1
         parameter.grad = view
 

@@ -52,7 +52,10 @@ def choose(name: str, facts: Facts, options: ReducerOptions) -> Choice | None:
     if options.wire not in WIRES:
         raise LaunchError(f"wire {options.wire!r} is unknown; allowed are {', '.join(WIRES)}")
     if name == "auto":
-        return _choose_automatically(facts, options)
+        choice = _choose_automatically(facts, options)
+        if choice is not None:
+            _check_feedback(choice)
+        return choice
     if name not in REDUCERS:
         raise LaunchError(f"reducer {name!r} is unknown; allowed are auto, {', '.join(REDUCERS)}")
     if name in ("flat", "naive") and facts.device_type == "cuda" and not facts.cuda_aware:
@@ -62,7 +65,17 @@ def choose(name: str, facts: Facts, options: ReducerOptions) -> Choice | None:
         )
     if name == "node" and facts.device_type == "cuda":
         raise LaunchError("reducer 'node' is for gradients in host memory: use 'auto', or 'staged', which sums there")
-    return Choice(name, options, "as asked")
+    choice = Choice(name, options, "as asked")
+    _check_feedback(choice)
+    return choice
+
+
+def _check_feedback(choice: Choice) -> None:
+    if choice.name == "staged" and choice.options.error_feedback:
+        raise LaunchError(
+            "error_feedback is not there for reducer 'staged', which rounds on the device: use a CUDA-aware MPI with "
+            "reducer 'flat', or leave it out"
+        )
 
 
 def decide(world: World, name: str, options: ReducerOptions, num_bytes: int) -> Choice:
@@ -98,12 +111,13 @@ def pick(timings: list[Timing]) -> Choice:
 
 
 def wants_overlap(world: World, choice: Choice) -> bool:
-    """Whether to reduce while backward runs, when the user leaves it open; the same on every rank.
+    """Whether to reduce while backward runs, when the user leaves it open; the same on every rank. Collective.
 
     It helps where a reduction waits for a network or a device. On the cores of one node it would compete with
     backward for them.
     """
-    return choice.name != "null" and (world.num_nodes > 1 or world.device.type == "cuda")
+    waits = world.num_nodes > 1 or world.device.type == "cuda"
+    return choice.name != "null" and waits and world.all(world.threads_may_call)
 
 
 def make_reducer(world: World, choice: Choice) -> Reducer:

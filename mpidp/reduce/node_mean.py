@@ -44,6 +44,7 @@ class NodeMean:
         self._local_rank, self._local_size = topology.node_comm.rank, topology.node_comm.size
         self._num_lanes = topology.num_lanes if self._several_nodes else self._local_size
         self._block_bytes = block_bytes
+        self._pause_s = options.pause_s
         self._wide = torch.empty(2, block_bytes // torch.float32.itemsize, dtype=torch.float32)
         if self._several_nodes and topology.lane_comm is not None:
             self._lane_of_sums = Transports(topology.lane_comm, options, world.size, across_nodes=True)
@@ -57,12 +58,12 @@ class NodeMean:
         """Replaces `numel` real numbers from byte `start` of every segment by their mean over ranks. Collective."""
         stop = start + numel * dtype.itemsize
         flats = [segment[start:stop].view(dtype) for segment in self._window.segments]
-        self._window.synchronize()  # what all ranks of the node wrote is there
+        self._window.synchronize(self._pause_s)  # what all ranks of the node wrote is there
         if self._local_rank < self._num_lanes:
             first, last = self._slice(numel, dtype.itemsize)
             if first < last:
                 self._mean_of_slice([flat[first:last] for flat in flats])
-        self._window.synchronize()  # all slices are written
+        self._window.synchronize(self._pause_s)  # all slices are written
 
     def close(self) -> None:
         """Frees the window; `own` must not be touched afterwards. Collective."""

@@ -15,7 +15,8 @@ class ReducerOptions:
         piece_bytes: the largest buffer given to one call of MPI; 0 for what suits: 1 MiB across a network, anything on
             one node, where pieces would only cost calls.
         wire: "full", or "bf16" or "fp16": 16 bits travel for float32 gradients.
-        error_feedback: add what rounding to the wire lost to the next step's gradient; costs a copy of the gradients.
+        error_feedback: add what rounding to the wire lost to the next step's gradient; costs 1.5 copies of them, and
+            is not part of a checkpoint: a resumed run starts without.
         pause_s: how long a thread that waits for the network may sleep between two looks at it; 0 never sleeps.
     """
 

@@ -13,6 +13,9 @@ import torch
 
 from mpidp.reduce.buckets import Bucket
 
+# A thread inside a collective that another rank has left never ends; the job is being aborted then.
+END_TIMEOUT_S = 10.0
+
 Job = tuple[Bucket, torch.cuda.Event | None]
 
 
@@ -35,7 +38,7 @@ class Overlap:
         given = (self._jobs, self._errors, weakref.WeakMethod(reduce), device, self._stream)
         self._thread = threading.Thread(target=_run, args=given, name="mpidp-reduce", daemon=True)
         self._thread.start()
-        weakref.finalize(self, self._jobs.put, None)
+        self._end = weakref.finalize(self, _end, self._jobs, self._thread)
 
     def submit(self, bucket: Bucket) -> None:
         """Hands over a bucket whose gradients are complete, or queued on the current stream."""
@@ -60,8 +63,15 @@ class Overlap:
 
     def close(self) -> None:
         """Ends the thread."""
-        self._jobs.put(None)
-        self._thread.join()
+        self._end()
+
+
+def _end(jobs: "queue.Queue[Job | None]", thread: threading.Thread) -> None:
+    """Ends the thread, at the latest when the interpreter goes: one that still runs then would crash it."""
+    jobs.put(None)
+    # The collector may run this in any thread, also in the one that is to end.
+    if thread is not threading.current_thread():
+        thread.join(END_TIMEOUT_S)
 
 
 def _run(

@@ -24,7 +24,6 @@ class Reduction:
     Attributes:
         buckets: the gradients.
         seconds: how long the training thread has been in `finish` so far, packing, reducing or waiting.
-        busy_s: how long reductions took so far, in whatever thread.
 
     Args:
         world: the ranks.
@@ -49,7 +48,7 @@ class Reduction:
         self._check_finite = check_finite
         self.reducer = reducer
         self.buckets = Buckets([parameter for _, parameter in named], bucket_bytes, reducer.allocate)
-        self.seconds = self.busy_s = 0.0
+        self.seconds = 0.0
         self._error: Exception | None = None
         self._bucket_of = {
             slot.parameter: number for number, bucket in enumerate(self.buckets.buckets) for slot in bucket.layout.slots
@@ -123,7 +122,6 @@ class Reduction:
         self._sent += 1
 
     def _reduce(self, bucket: Bucket) -> None:
-        start = time.perf_counter()
         try:
             self.buckets.pack(bucket)
             if self._check_finite:
@@ -135,7 +133,6 @@ class Reduction:
             self._error = self._error or error
         self.reducer.mean(bucket)
         self.buckets.unpack(bucket)
-        self.busy_s += time.perf_counter() - start
 
     def _check(self, bucket: Bucket) -> None:
         """Raises FloatingPointError for the first gradient of this rank that is infinite or NaN."""

@@ -41,6 +41,7 @@ class StagedReducer:
             self._shared = make_node_mean(world, options, 2 * stage_bytes)
         if self._shared is not None:
             self._host = self._shared.own
+            self._host_is_pinned = on_gpu
             if on_gpu:
                 pin(self._host)
         else:
@@ -49,9 +50,14 @@ class StagedReducer:
 
     def close(self) -> None:
         """Frees the window. Collective."""
-        if self._shared is not None:
-            self._shared.close()
-            self._shared = None
+        if self._shared is None:
+            return
+        if self._host_is_pinned:
+            torch.cuda.synchronize()  # copies up may still be under way
+            unpin(self._host)
+        del self._host
+        self._shared.close()
+        self._shared = None
 
     def mean(self, bucket: Bucket) -> None:
         """Down, reduce, up, piece by piece, in the order of `staged_plan`. Collective."""
@@ -86,3 +92,8 @@ def pin(memory: Tensor) -> None:
     status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)  # type: ignore[no-untyped-call]
     if int(status) != 0:
         raise RuntimeError(f"cudaHostRegister of {memory.numel():,} bytes of shared memory failed with {status}")
+
+
+def unpin(memory: Tensor) -> None:
+    """Undoes `pin`, before the memory goes."""
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]

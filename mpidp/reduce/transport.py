@@ -10,7 +10,6 @@ from mpidp.reduce.allreduce import Allreduce
 from mpidp.reduce.exchange import Exchange
 from mpidp.reduce.feedback import ErrorFeedback
 from mpidp.reduce.options import PIECE_BYTES, ReducerOptions
-from mpidp.reduce.pieces import MAX_PIECE_BYTES
 from mpidp.reduce.wire import SIXTEEN_BITS, wire_dtype
 from mpidp.world.mpi import MPI
 from mpidp.world.world import World
@@ -62,7 +61,7 @@ class Transports:
         call = self._made[travels].prepare(real)
         if travels == real.dtype or not self._options.error_feedback:
             return call
-        feedback = ErrorFeedback(real, travels)
+        feedback = ErrorFeedback(real, travels, self._comm.size / self._count)
 
         def compensate_and_call() -> None:
             feedback.compensate()
@@ -74,8 +73,7 @@ class Transports:
         asked, pause_s = self._options.piece_bytes, self._options.pause_s
         if travels in SIXTEEN_BITS:
             return Exchange(self._comm, travels, asked or PIECE_BYTES, self._count, self._across_nodes, pause_s)
-        suitable = PIECE_BYTES if self._across_nodes else MAX_PIECE_BYTES
-        return Allreduce(self._comm, asked or suitable, self._count, self._across_nodes, pause_s)
+        return Allreduce(self._comm, asked, self._count, self._across_nodes, pause_s)
 
 
 def transports_of_all(world: World, options: ReducerOptions) -> Transports:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from mpidp.errors import LaunchError
 from mpidp.reduce.buckets import Buckets
 from mpidp.reduce.choice import Choice, decide, make_reducer, wants_overlap
 from mpidp.reduce.options import ReducerOptions
@@ -18,6 +19,7 @@ from mpidp.reduce.reduction import Reduction
 from mpidp.train.backward import BackwardWatch
 from mpidp.train.broadcast import broadcast_module
 from mpidp.train.signature import check_same, check_supported, module_signature
+from mpidp.world.topology import Topology, make_topology
 from mpidp.world.world import World
 
 # Several buckets for a model of any size, so that the first leaves early, and each large enough for full bandwidth.
@@ -33,7 +35,9 @@ class DataParallel(nn.Module):
     `backward()` returns outside `no_sync()`, every `p.grad` is the mean over ranks, and clipping, GradScaler and any
     optimizer work as on one GPU. Parameters that no rank used keep `grad is None`; those used on some ranks only are
     zero on the others, which must use at least one parameter of the module (their `backward()` is how they take part).
-    `forward` communicates nothing.
+    `forward` communicates nothing, but for the first one that trains parameters which were frozen before.
+
+    An exception out of `backward()` may be caught, and training go on, only if all ranks met it in the same step.
 
     Args:
         module: the model, on `world.device`.
@@ -86,6 +90,9 @@ class DataParallel(nn.Module):
         self.overlap = wants_overlap(world, self.choice) if overlap is None else overlap
         if reducer == "auto" and not quiet:
             world.say(f"reducer {self.choice}")
+        # A helper thread needs communicators that nobody else calls, the thread of another wrapper included.
+        self._own_topology = self._make_own_topology() if self.overlap else None
+        self._reducing_world = replace(world, topology=self._own_topology) if self._own_topology else world
         self._reduces: bool = True
         self._pending: bool = False  # gradients were accumulated that are not the mean yet
         self._start()
@@ -93,7 +100,7 @@ class DataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
-        if any(parameter.requires_grad for parameter in self._frozen):
+        if self.training and torch.is_grad_enabled() and any(p.requires_grad for p in self._frozen):
             self._restart()
         output = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
@@ -125,6 +132,8 @@ class DataParallel(nn.Module):
         """Takes hooks and buffers away and returns the module, clean, with its gradients its own. Collective."""
         self._step_hook.remove()
         self._stop()
+        if self._own_topology:
+            self._own_topology.free()
         return self.module
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -182,16 +191,24 @@ class DataParallel(nn.Module):
         trainable = [(name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad]
         self._frozen = [parameter for parameter in self.module.parameters() if not parameter.requires_grad]
         trainable.reverse()  # backward finishes the last layers first
-        if self.world.size == 1 and self.choice.name == "null":
+        if self.world.size == 1 and self.choice.name == "null" and not self._check_finite:
             trainable = []  # one rank is plain torch: no hook, no buffer
         # A helper thread that waits for the network must leave the core to backward.
         pause_s = PAUSE_S if self.overlap and self.world.device.type == "cpu" else 0.0
         options = replace(self.choice.options, pause_s=pause_s)
-        reducer = make_reducer(self.world, replace(self.choice, options=options))
+        reducer = make_reducer(self._reducing_world, replace(self.choice, options=options))
         self._reduction = Reduction(
-            self.world, trainable, reducer, self._bucket_bytes, self.overlap, self._check_finite
+            self._reducing_world, trainable, reducer, self._bucket_bytes, self.overlap, self._check_finite
         )
         self._watch = BackwardWatch(self._reduction.buckets.parameters, self)
+
+    def _make_own_topology(self) -> Topology:
+        if not self.world.all(self.world.threads_may_call):
+            raise LaunchError(
+                "overlap=True needs MPI_THREAD_MULTIPLE, which this MPI was not started with: call mpidp.init() before "
+                "anything else starts MPI, or use overlap=False"
+            )
+        return make_topology(self.world.comm)
 
     def _stop(self) -> None:
         self._watch.remove()

@@ -20,7 +20,7 @@ from mpidp.train.metrics import MetricsFile, Tally
 from mpidp.train.on_end import build_on_end
 from mpidp.train.progress import Progress
 from mpidp.train.recorder import Recorder
-from mpidp.train.reducing import remember, wrap
+from mpidp.train.remembered_reducer import remember, wrap
 from mpidp.train.resume import restore, save
 from mpidp.train.run_folder import RunFolder
 from mpidp.train.signature import check_same
@@ -83,8 +83,10 @@ class Trainer:
             self.folder.close()
         if self.world.rank == 0:
             print(summarise(self, time.perf_counter() - start), flush=True)
-            if self.on_end:
-                self.on_end(self.model.module, self.config)
+        self._combine_statistics()
+        module = self.model.unwrap()
+        if self.world.rank == 0 and self.on_end:
+            self.on_end(module, self.config)  # on one rank: a plain module, whose backward reduces nothing
         self.world.barrier()
 
     def _all_steps_done(self, epoch: int) -> bool:

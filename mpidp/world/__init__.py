@@ -1,1 +1,1 @@
-"""Who am I, where do I run, what if someone fails: the only folder that talks to mpi4py."""
+"""Who am I, where do I run, what if someone fails: the only folder that imports mpi4py."""

@@ -59,8 +59,10 @@ class AbortGuard:
         """Prints the traceback, tagged, and aborts. An error shared by all ranks is printed by rank 0 alone."""
         if getattr(error, SHARED_MARK, False) and self.rank != 0:
             time.sleep(SHARED_ERROR_GRACE_S)  # rank 0's abort ends this sleep; after it nobody else will
-        self._print(f"{self.tag}{where} " + "".join(traceback.format_exception(kind, error, trace)))
-        self.abort(128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1)
+        try:
+            self._print(f"{self.tag}{where} " + "".join(traceback.format_exception(kind, error, trace)))
+        finally:  # also where nothing can be printed any more: a full disk, a closed pipe
+            self.abort(128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1)
 
     def on_thread_exception(self, arguments: "threading.ExceptHookArgs") -> None:
         """The same for a helper thread; SystemExit in a thread ends only that thread, as Python has it."""
@@ -78,8 +80,10 @@ class AbortGuard:
 
     def on_exit(self, code: Any) -> None:
         """The interpreter is going down with a code that is not 0."""
-        self._print(f"{self.tag} left the job with sys.exit({code!r})")
-        self.abort(code if isinstance(code, int) else 1)
+        try:
+            self._print(f"{self.tag} left the job with sys.exit({code!r})")
+        finally:
+            self.abort(code if isinstance(code, int) else 1)
 
     def _print(self, text: str) -> None:
         sys.stdout.flush()

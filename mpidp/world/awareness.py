@@ -52,9 +52,9 @@ def decide(environment: Mapping[str, str], hint: bool | None, probe: Callable[[]
     return Awareness(False, f"the test on device memory failed in a child process: {failure}")
 
 
-def probe_in_child(device_index: int) -> str | None:
-    """Runs `python -m mpidp.world.probe` as a world of its own; None when it passed, else what went wrong."""
-    command = [sys.executable, "-m", "mpidp.world.probe", str(device_index)]
+def probe_in_child(device: str) -> str | None:
+    """Runs `python -m mpidp.world.probe DEVICE` as a world of its own; None when it passed, else what went wrong."""
+    command = [sys.executable, "-m", "mpidp.world.probe", device]
     environment = without_launcher(os.environ)
     try:
         result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)

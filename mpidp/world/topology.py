@@ -28,6 +28,12 @@ class Topology:
     num_nodes: int
     node: int
 
+    def free(self) -> None:
+        """Gives the communicators back. Collective."""
+        for comm in (self.lane_comm, self.node_comm, self.comm):
+            if comm is not None:
+                comm.Free()
+
 
 def make_topology(comm: MPI.Intracomm) -> Topology:
     """Collective."""

@@ -36,8 +36,7 @@ class SharedWindow:
         # Segments need not be neighbours: each may then lie in the memory nearest to its rank.
         info = MPI.Info.Create({"alloc_shared_noncontig": "true"})
         size = -(-max(num_bytes, 1) // PAGE_BYTES) * PAGE_BYTES
-        with without_noise():
-            self._window = MPI.Win.Allocate_shared(size, 1, info, node_comm)
+        self._window = _allocate(node_comm, size, info)
         info.Free()
         self.segments: Sequence[Tensor] = [
             torch.frombuffer(self._window.Shared_query(rank)[0], dtype=torch.uint8) for rank in range(node_comm.size)
@@ -47,16 +46,19 @@ class SharedWindow:
         self.segments[node_comm.rank].zero_()  # the first touch, by the rank whose gradients will lie there
         self.synchronize()
 
-    def synchronize(self) -> None:
+    def synchronize(self, pause_s: float = 0.0) -> None:
         """Afterwards every rank of the node sees what all of them stored before. Collective on the node.
 
         In MPI's unified memory model stores become visible "eventually"; Win.Sync is the memory barrier that makes
         those before it visible, the Barrier orders the ranks, and the second Sync keeps later loads from being taken
         from before it.
+
+        Args:
+            pause_s: how long to sleep between two looks, where the core is wanted by others; 0 keeps it.
         """
         self._window.Sync()
-        if self._crowded:
-            wait(self._comm.Ibarrier(), CROWDED_PAUSE_S)
+        if self._crowded or pause_s:
+            wait(self._comm.Ibarrier(), pause_s or CROWDED_PAUSE_S)
         else:
             self._comm.Barrier()
         self._window.Sync()
@@ -66,6 +68,21 @@ class SharedWindow:
         self.segments = ()
         self._window.Unlock_all()
         self._window.Free()
+
+
+def _allocate(node_comm: MPI.Intracomm, size: int, info: MPI.Info) -> MPI.Win:
+    """The window, or MPI.Exception on every rank of the node if one of them cannot have it. Collective on the node."""
+    window: MPI.Win | None = None
+    error: MPI.Exception | None = None
+    try:
+        with without_noise():
+            window = MPI.Win.Allocate_shared(size, 1, info, node_comm)
+    except MPI.Exception as caught:
+        error = caught
+    if not node_comm.allreduce(window is not None, op=MPI.LAND):
+        raise error or MPI.Exception(MPI.ERR_RMA_SHARED)
+    assert window is not None
+    return window
 
 
 def free_shared_memory() -> int | None:

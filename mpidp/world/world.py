@@ -69,6 +69,11 @@ class World:
     topology: Topology = field(repr=False)
     guard: AbortGuard = field(repr=False)
 
+    @property
+    def threads_may_call(self) -> bool:
+        """Whether MPI takes calls from several threads at once (MPI_THREAD_MULTIPLE)."""
+        return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on some rank. Collective."""
         return bool(self.comm.allreduce(bool(flag), op=MPI.LOR))
@@ -198,6 +203,7 @@ def _make_world(share_gpu: bool) -> World:
     if comm.size > 1:
         guard.install()
     device = set_device(node_comm.rank)
+    _check_same_kind(comm, device, host)
     if not share_gpu:
         _check_not_shared(comm, node_comm, device, host)
     return World(
@@ -217,6 +223,18 @@ def _make_world(share_gpu: bool) -> World:
     )
 
 
+def _check_same_kind(comm: MPI.Intracomm, device: torch.device, host: str) -> None:
+    """Raises on every rank when some see a GPU and some do not: they would take different ways; collective."""
+    kinds = comm.allgather((device.type, host))
+    different = next((kind for kind in kinds if kind[0] != kinds[0][0]), None)
+    if different is not None:
+        error = LaunchError(
+            f"rank 0 on {kinds[0][1]} computes on {kinds[0][0]}, rank {kinds.index(different)} on {different[1]} on "
+            f"{different[0]}: the GPUs of one node are not seen. Look at CUDA_VISIBLE_DEVICES and nvidia-smi there."
+        )
+        share_error(comm, error, "choosing devices")
+
+
 def _check_not_shared(comm: MPI.Intracomm, node_comm: MPI.Intracomm, device: torch.device, host: str) -> None:
     """Raises on every rank of every node when two ranks of some node hold one GPU; collective."""
     uuids = node_comm.allgather(device_uuid(device))
@@ -233,7 +251,12 @@ def _decide_awareness(comm: MPI.Intracomm, node_comm: MPI.Intracomm, device: tor
     if not comm.allreduce(device.type == "cuda", op=MPI.LOR):
         return Awareness(False, "no rank has a GPU")
     own: Awareness | None = None
+    error: LaunchError | None = None
     if node_comm.rank == 0 and device.type == "cuda":
-        own = decide(os.environ, library_hint(), lambda: probe_in_child(device.index))
+        try:
+            own = decide(os.environ, library_hint(), lambda: probe_in_child(str(device)))
+        except LaunchError as caught:
+            error = caught
+    share_error(comm, error, "choosing how MPI gets gradients")
     answers: list[Awareness] = [answer for answer in comm.allgather(own) if answer is not None]
     return next((answer for answer in answers if not answer.aware), answers[0])

@@ -132,3 +132,28 @@ def test_a_language_model(world: mpidp.World) -> None:
         results.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
         model.unwrap()
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_two_wrappers_reduce_at_once(world: mpidp.World) -> None:
+    """A generator's step goes backward through both networks: neither thread may take the other's messages."""
+    results = []
+    for overlap in (False, True):
+        torch.manual_seed(0)
+        pair = [
+            mpidp.DataParallel(
+                nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)).double(),
+                world,
+                reducer="flat",
+                bucket_bytes=100,
+                overlap=overlap,
+            )
+            for _ in range(2)
+        ]
+        for step in range(5):
+            x, _ = (share(world, part) for part in batch(step))
+            pair[1](pair[0](x)).square().mean().backward()
+            assert same_bits(world, [p.grad for model in pair for p in model.parameters() if p.grad is not None])
+        results.append([p.grad.clone() for model in pair for p in model.parameters() if p.grad is not None])
+        for model in pair:
+            model.unwrap()
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))

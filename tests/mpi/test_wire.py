@@ -90,3 +90,21 @@ def test_error_feedback_loses_nothing_over_many_steps(world: mpidp.World, name: 
         buckets.parameters[0].grad = None
     torch.testing.assert_close(total, torch.full((1000,), 64 * small), rtol=0, atol=2.0**-7)
     assert abs(64 * small - 64) > 2.0**-7  # what would be lost
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_error_feedback_forgets_what_overflowed(world: mpidp.World, value: float) -> None:
+    """A GradScaler makes infinite gradients by design; the steps after must be finite again."""
+    reducer = REDUCERS["flat"](world, ReducerOptions(wire="fp16", error_feedback=True))
+    buckets = Buckets([nn.Parameter(torch.zeros(100))], 1 << 20, reducer.allocate)
+    (bucket,) = buckets.buckets
+    for step_value in (value, 1.0):
+        buckets.expect(0)
+        gradient = buckets.parameters[0].grad
+        assert gradient is not None
+        gradient.fill_(step_value)
+        buckets.pack(bucket)
+        reducer.mean(bucket)
+        result = gradient.clone()
+        buckets.parameters[0].grad = None
+    assert bool((result == 1).all())

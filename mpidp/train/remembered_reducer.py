@@ -24,7 +24,8 @@ def wrap(module: nn.Module, world: World, section: ReduceSection, resume: Path |
     if resume is not None and section.reducer == "auto":
         remembered = world.from_root(lambda: _read(resume / FILE, world))
         if remembered is not None:
-            name, piece_bytes, overlap = remembered["reducer"], remembered["piece_bytes"], remembered["overlap"]
+            name, piece_bytes = remembered["reducer"], piece_bytes or remembered["piece_bytes"]
+            overlap = remembered["overlap"] if section.overlap == "auto" else overlap
     return DataParallel(
         module,
         world,
@@ -40,13 +41,15 @@ def wrap(module: nn.Module, world: World, section: ReduceSection, resume: Path |
 
 
 def remember(model: DataParallel, run_folder: Path) -> None:
-    """Writes down how the model is reduced, for the next start on as many ranks and nodes."""
+    """Writes down how the model is reduced, for the next start in a world like this."""
     world = model.world
     if world.rank != 0:
         return
     facts = {
         "ranks": world.size,
         "nodes": world.num_nodes,
+        "device": world.device.type,
+        "cuda_aware": world.cuda_aware.aware,
         "reducer": model.choice.name,
         "piece_bytes": model.choice.options.piece_bytes,
         "overlap": model.overlap,
@@ -59,5 +62,5 @@ def _read(path: Path, world: World) -> dict[str, Any] | None:
     if not path.exists():
         return None
     facts: dict[str, Any] = json.loads(path.read_text())
-    same = (facts["ranks"], facts["nodes"]) == (world.size, world.num_nodes)
-    return facts if same else None
+    here = (world.size, world.num_nodes, world.device.type, world.cuda_aware.aware)
+    return facts if (facts["ranks"], facts["nodes"], facts["device"], facts["cuda_aware"]) == here else None
