@@ -4,7 +4,8 @@ import pytest
 
 from jobs import run_job
 
-INIT = "import mpidp; world = mpidp.init(); print('rank', world.rank, 'of', world.size)\n"
+# One string is one write: the launcher mixes what several ranks write in parts.
+INIT = "import mpidp; world = mpidp.init(); print(f'rank {world.rank} of {world.size}\\n', end='', flush=True)\n"
 BY_USER = "import mpi4py; mpi4py.rc.thread_level = {level!r}; from mpi4py import MPI; assert MPI.Is_initialized()\n"
 
 
