@@ -6,8 +6,13 @@ rank and node, and aborts all ranks. (Not a bare `raise SystemExit(n)`: Python 3
 """
 
 import builtins
+import fcntl
+import os
 import signal
+import stat
+import struct
 import sys
+import termios
 import threading
 import time
 import traceback
@@ -18,6 +23,8 @@ from typing import Any, NoReturn, TextIO
 
 # How long a rank waits for rank 0 to print an error that all ranks share, before it ends the job itself.
 SHARED_ERROR_GRACE_S = 10.0
+# How long a launcher may take to read a last message, and then to pass it on.
+READ_TIMEOUT_S, PASS_ON_S, POLL_S = 2.0, 0.1, 0.001
 # Attribute of an exception that every rank raises at the same point; see World.together.
 SHARED_MARK = "mpidp_on_all_ranks"
 
@@ -90,6 +97,28 @@ class AbortGuard:
         stream = self.stream or sys.stderr
         stream.write(text if text.endswith("\n") else text + "\n")
         stream.flush()
+        wait_until_read(stream)
+
+
+def wait_until_read(stream: TextIO) -> None:
+    """Waits until nothing written to the stream is left in its pipe, for `READ_TIMEOUT_S` at most.
+
+    A launcher that is told to abort may end without reading what its ranks have just written, and the cause would be
+    lost. Linux tells how much of a pipe has not been read; the launcher then still has to pass on what it read.
+    """
+    try:
+        descriptor = stream.fileno()
+    except OSError:  # not a file: the text is in memory
+        return
+    if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+        return
+    start = time.monotonic()
+    while time.monotonic() - start < READ_TIMEOUT_S:
+        unread = struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, b"\0" * 4))[0]
+        if unread == 0:
+            time.sleep(PASS_ON_S)
+            return
+        time.sleep(POLL_S)
 
 
 class _WatchedExit(SystemExit):
