@@ -1,0 +1,48 @@
+"""A last message in a pipe: abort waits for its reader, but not for ever, and not where there is no pipe."""
+
+import io
+import os
+import threading
+
+import pytest
+
+from mpidp.world import abort
+
+
+def test_waits_until_the_pipe_is_read() -> None:
+    """Behaviour 30: a launcher told to abort would leave the traceback in the pipe."""
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as stream:
+        stream.write("the cause")
+        stream.flush()
+        read: list[bytes] = []
+        go = threading.Event()
+        reader = threading.Thread(target=lambda: (go.wait(), read.append(os.read(reading, 100))))
+        reader.start()
+        threading.Timer(0.05, go.set).start()
+        abort.wait_until_read(stream)
+        assert read == [b"the cause"]
+        reader.join()
+    os.close(reading)
+
+
+def test_a_reader_that_never_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(abort, "READ_TIMEOUT_S", 0.05)
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as stream:
+        stream.write("nobody reads this")
+        stream.flush()
+        abort.wait_until_read(stream)  # returns
+        assert os.read(reading, 100) == b"nobody reads this"
+    os.close(reading)
+
+
+def test_memory_and_files_are_not_waited_for(tmp_path: os.PathLike[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_question(*_: object) -> bytes:
+        raise AssertionError("asked how much is unread where there is no pipe")
+
+    monkeypatch.setattr(abort.fcntl, "ioctl", no_question)
+    abort.wait_until_read(io.StringIO())
+    with open(os.path.join(tmp_path, "log"), "w") as stream:
+        abort.wait_until_read(stream)
+        assert stream.tell() == 0
