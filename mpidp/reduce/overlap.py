@@ -1,7 +1,7 @@
 """Buckets in, in one order on all ranks, as backward completes them; the same buckets reduced out, meanwhile.
 
-A helper thread makes blocking calls on communicators of its own. Non-blocking collectives would not help: they
-progress only when somebody calls MPI, and are not safe on device memory.
+A helper thread makes the calls, on communicators of its own. Non-blocking collectives of the training thread would not
+help: they progress only when somebody calls MPI.
 """
 
 import queue

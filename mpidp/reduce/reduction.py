@@ -53,8 +53,11 @@ class Reduction:
         self._bucket_of = {
             slot.parameter: number for number, bucket in enumerate(self.buckets.buckets) for slot in bucket.layout.slots
         }
+        self._sent = 0  # buckets handed to the helper thread in this pass
+        self._missing: list[set[int]] = []  # of each bucket, the parameters it waits for
         self._overlap = Overlap(self._reduce, world.device) if overlap else None
-        self._begin()
+        if overlap:
+            self._begin()
 
     def expect(self, index: int) -> None:
         """A gradient of parameter `index` is about to be accumulated.
@@ -71,9 +74,7 @@ class Reduction:
         self.buckets.expect(index)
 
     def ready(self, index: int) -> None:
-        """Parameter `index` is complete in a pass that will reduce: hands over the buckets that are now complete."""
-        if self._overlap is None:
-            return
+        """Parameter `index` is complete in a pass that will reduce: hands over what is now complete. Overlap only."""
         self._missing[self._bucket_of[index]].discard(index)
         while self._sent < len(self._missing) and not self._missing[self._sent]:
             self._send()
@@ -89,7 +90,7 @@ class Reduction:
             while self._sent < len(self._missing):
                 self._send()
             self._overlap.wait()
-        self._begin()
+            self._begin()
         if self._overlap is not None or self._check_finite:
             # Neither a helper thread nor another rank can raise here by itself.
             error, self._error = self._error, None

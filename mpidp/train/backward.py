@@ -39,9 +39,10 @@ class BackwardWatch:
     Args:
         parameters: what to watch.
         listener: is told; held weakly.
+        tell_ready: whether `on_ready` is wanted; it costs a call for each parameter in each pass.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], listener: Listener):
+    def __init__(self, parameters: Sequence[nn.Parameter], listener: Listener, tell_ready: bool):
         self.listener = weakref.ref(listener)
         self.handles: list[RemovableHandle] = []
         self._accumulators: list[Any] = []  # a parameter holds its accumulator only weakly, and the hooks with it
@@ -50,8 +51,9 @@ class BackwardWatch:
             accumulator = get_gradient_edge(parameter).node
             self._accumulators.append(accumulator)
             self.handles.append(accumulator.register_prehook(_BeforeAccumulation(self, index)))
-            after = _AfterAccumulation(self, index)
-            self.handles.append(parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
+            if tell_ready:
+                after = _AfterAccumulation(self, index)
+                self.handles.append(parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
 
     def watch_output(self, output: Any) -> None:
         """Asks to be called when backward enters the module, so that of nested passes the outer one is known."""

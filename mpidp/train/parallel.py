@@ -200,7 +200,7 @@ class DataParallel(nn.Module):
         self._reduction = Reduction(
             self._reducing_world, trainable, reducer, self._bucket_bytes, self.overlap, self._check_finite
         )
-        self._watch = BackwardWatch(self._reduction.buckets.parameters, self)
+        self._watch = BackwardWatch(self._reduction.buckets.parameters, self, tell_ready=self.overlap)
 
     def _make_own_topology(self) -> Topology:
         if not self.world.all(self.world.threads_may_call):
