@@ -10,8 +10,6 @@ from mpidp.world.world import World
 class FlatReducer:
     """Gives each bucket's buffer to MPI as it is; nothing is copied."""
 
-    name = "flat"
-
     def __init__(self, world: World, options: ReducerOptions):
         self._transports = transports_of_all(world, options)
 

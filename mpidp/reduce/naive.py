@@ -10,8 +10,6 @@ from mpidp.world.world import World
 class NaiveReducer:
     """Reduces each gradient by a call of its own."""
 
-    name = "naive"
-
     def __init__(self, world: World, options: ReducerOptions):
         self._transports = transports_of_all(world, options)
 

@@ -21,8 +21,6 @@ SMALL_BYTES = 128 << 10
 class NodeReducer:
     """Keeps the buckets in one window of the node and sums them there. For gradients in host memory."""
 
-    name = "node"
-
     def __init__(self, world: World, options: ReducerOptions):
         self._world = world
         self._options = options

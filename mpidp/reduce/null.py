@@ -9,8 +9,6 @@ from mpidp.world.world import World
 class NullReducer:
     """Does nothing, which is right for one rank and leaves several ranks to drift apart."""
 
-    name = "null"
-
     def __init__(self, world: World, options: ReducerOptions):
         del world, options
 

@@ -22,10 +22,6 @@ class Reducer(Protocol):
     """The strategy that sums buckets over ranks."""
 
     @property
-    def name(self) -> str:
-        """The name by which users choose it."""
-
-    @property
     def allocate(self) -> Allocate:
         """Where the memory of the buckets comes from, of the kind that this strategy likes. May be collective."""
 

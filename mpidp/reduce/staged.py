@@ -28,7 +28,6 @@ class StagedReducer:
     Construction is collective.
     """
 
-    name = "staged"
     allocate = staticmethod(plain_buffers)
 
     def __init__(self, world: World, options: ReducerOptions, stage_bytes: int = STAGE_BYTES):
@@ -36,12 +35,11 @@ class StagedReducer:
         self._stage_bytes = stage_bytes
         self._transports = transports_of_all(world, options)
         self._shared: NodeMean | None = None
-        on_gpu = world.device.type == "cuda"
+        self._on_gpu = on_gpu = world.device.type == "cuda"
         if world.topology.max_local_size > 1:
             self._shared = make_node_mean(world, options, 2 * stage_bytes)
         if self._shared is not None:
             self._host = self._shared.own
-            self._host_is_pinned = on_gpu
             if on_gpu:
                 pin(self._host)
         else:
@@ -52,7 +50,7 @@ class StagedReducer:
         """Frees the window. Collective."""
         if self._shared is None:
             return
-        if self._host_is_pinned:
+        if self._on_gpu:
             torch.cuda.synchronize()  # copies up may still be under way
             unpin(self._host)
         del self._host
