@@ -12,15 +12,17 @@ if TYPE_CHECKING:
     from mpidp.hdf5.batch import Batch
     from mpidp.hdf5.loader import HDF5Loader
     from mpidp.train.parallel import DataParallel
+    from mpidp.train.stop import StopSignal
     from mpidp.world.world import World, init
 
 __version__ = "0.1.0"
-__all__ = ["Batch", "DataParallel", "HDF5Loader", "World", "__version__", "errors", "init"]
+__all__ = ["Batch", "DataParallel", "HDF5Loader", "StopSignal", "World", "__version__", "errors", "init"]
 
 _HOMES = {
     "Batch": "mpidp.hdf5.batch",
     "DataParallel": "mpidp.train.parallel",
     "HDF5Loader": "mpidp.hdf5.loader",
+    "StopSignal": "mpidp.train.stop",
     "World": "mpidp.world.world",
     "init": "mpidp.world.world",
 }

@@ -1,4 +1,4 @@
-"""Command-line words enter, an exit code leaves: 0 done, 1 failed, 2 usage or configuration, 130 interrupted.
+"""Command-line words enter, an exit code leaves: 0 done, 1 failed, 2 usage, 75 stopped early, 130 interrupted.
 
 The top level imports nothing heavy and starts no MPI, so `mpidp --help` is instant and safe on a login node.
 Under a launcher every rank parses the same words; an error is printed once, by rank 0.
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import mpidp
 from mpidp.errors import ConfigError, MpidpError
+from mpidp.world import signals
 from mpidp.world.abort import SHARED_MARK
 from mpidp.world.launch import launch_facts
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from mpidp.tools.bench_options import AllreduceOptions, StepOptions
     from mpidp.world.world import World
 
-DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+DONE, FAILED, USAGE, STOPPED_EARLY, INTERRUPTED = 0, 1, 2, 75, 130
 
 USAGE_TEXT = """usage: mpidp COMMAND ...
 
@@ -29,7 +30,7 @@ Data-parallel PyTorch training over MPI, from HDF5 files.
 
 commands:
   train RUN.toml [--SECTION.KEY=VALUE ...]   train; alone, or on every rank under mpiexec or srun
-        [--resume RUN_FOLDER]                continue a run from its newest checkpoint
+        [--resume RUN_FOLDER | auto]         continue a run from its newest checkpoint; auto: if there is one
         [--dry-run] [--ranks N]              print shards, buckets and memory for N ranks; no MPI
         [--print-config]                     print the effective configuration; no MPI
   data inspect FILE                          describe an HDF5 file as the loader sees it
@@ -40,7 +41,7 @@ options:
   -h, --help       show this text; mpidp train [RUN.toml] --help lists every setting
   --version        show the version
 
-exit codes: 0 done, 1 failed, 2 usage or configuration, 130 interrupted"""
+exit codes: 0 done, 1 failed, 2 usage or configuration, 75 stopped early after a save, 130 interrupted"""
 
 DATA_USAGE_TEXT = """usage: mpidp data inspect FILE
 
@@ -136,16 +137,18 @@ def _train(words: list[str]) -> int:
         return _print_config(options)
     if options.dry_run:
         return _dry_run(options)
+    signals.watch()
     from mpidp.train.trainer import train
 
-    train(options.config, options.resume)
-    return DONE
+    return STOPPED_EARLY if train(options.config, options.resume) else DONE
 
 
 def _train_together(words: list[str]) -> int:
     """Train as one of many ranks: a run file that a single rank cannot read must not leave the others waiting."""
+    signals.watch()
     from mpidp.options import parse
     from mpidp.train.trainer import train
+    from mpidp.world.leave import leave
     from mpidp.world.world import init
 
     world = init()
@@ -154,7 +157,8 @@ def _train_together(words: list[str]) -> int:
             options = parse(words, console_outputs=world.rank == 0)
         except SystemExit as end:  # the parser has printed what is wrong, on rank 0
             raise ConfigError(f"this cannot be used: mpidp train {' '.join(words)}") from end
-    train(options.config, options.resume)
+    if train(options.config, options.resume):
+        leave(world, STOPPED_EARLY)
     return DONE
 
 

@@ -30,7 +30,7 @@ class TrainOptions:
 
     config: Annotated[tyro.conf.FlagConversionOff[RunConfig], tyro.conf.arg(name="")]
     resume: Annotated[Path | None, tyro.conf.arg(metavar="RUN_FOLDER")] = None
-    """Run folder to continue from its newest complete checkpoint."""
+    """Run folder to continue from its newest complete checkpoint; auto for this run's newest, or a new run."""
     dry_run: Annotated[bool, tyro.conf.arg(aliases=["--dry-run"])] = False
     """Print shards, buckets and memory for --ranks ranks, then exit; starts no MPI."""
     ranks: int = 0

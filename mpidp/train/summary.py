@@ -55,6 +55,14 @@ def summarise(trainer: "Trainer", elapsed_s: float) -> str:
     )
 
 
+def describe_stop(trainer: "Trainer") -> str:
+    """Why the run ends before its last step, and how to go on."""
+    return (
+        f"stopped by {trainer.stopped} after step {trainer.step:,} of {trainer.recorder.progress.last_step:,}; "
+        f"the state is saved. Continue with --resume {trainer.folder.path}"
+    )
+
+
 def count(number: int, noun: str) -> str:
     """A number and its noun: "1 rank", "4 ranks"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -21,21 +21,34 @@ from mpidp.train.on_end import build_on_end
 from mpidp.train.progress import Progress
 from mpidp.train.recorder import Recorder
 from mpidp.train.remembered_reducer import remember, wrap
+from mpidp.train.requeue import choose_resume, for_array_task
 from mpidp.train.resume import restore, save
 from mpidp.train.run_folder import RunFolder
 from mpidp.train.signature import check_same
-from mpidp.train.summary import describe_epoch, describe_start, summarise
+from mpidp.train.stop import StopSignal
+from mpidp.train.summary import describe_epoch, describe_start, describe_stop, summarise
 from mpidp.world.world import World, init
 
 
-def train(config: RunConfig, resume: Path | None = None) -> None:
+def train(config: RunConfig, resume: Path | None = None) -> str:
     """Runs `mpidp train`: starts MPI if needed, trains, writes the run folder. Collective.
+
+    A task of a Slurm array has its number behind the run's name, and a job that Slurm started again continues what it
+    began (`mpidp.train.requeue`).
 
     Args:
         config: the run.
-        resume: run folder to continue from its newest usable checkpoint.
+        resume: run folder to continue from its newest usable checkpoint; `auto` for this run's newest, if any.
+
+    Returns:
+        Why the run stopped early, its state saved ("SIGTERM", "SIGUSR2", "the file STOP"); "" when it is done.
     """
-    Trainer(config, init(), resume).run()
+    world = init()
+    config = for_array_task(config, os.environ)
+    resume, why = world.from_root(lambda: choose_resume(config, resume, os.environ))
+    if why:
+        world.say(why)
+    return Trainer(config, world, resume).run()
 
 
 class Trainer:
@@ -65,9 +78,11 @@ class Trainer:
         progress = Progress(world.rank == 0, self.step, self.step + self._steps_left(), config.log.progress_s)
         metrics = MetricsFile(self.folder.metrics, metrics_bytes) if world.rank == 0 else None
         self.recorder = Recorder(world, progress, metrics, self.step)
+        self.stop = StopSignal(world, self.folder.path / "STOP")
+        self.stopped = ""
 
-    def run(self) -> None:
-        """Trains to the last epoch. Collective."""
+    def run(self) -> str:
+        """Trains to the last epoch, or until it is asked to stop; returns by what, or "". Collective."""
         start = time.perf_counter()
         try:
             self.recorder.progress.line(describe_start(self))
@@ -75,12 +90,18 @@ class Trainer:
                 if not self._all_steps_done(epoch):
                     self._train_epoch(epoch)
                 self._evaluate(epoch)
+                if self.stopped:
+                    break
                 self.recorder.progress.line(describe_epoch(self, epoch))
                 self._save_after(epoch)
         finally:
             self.recorder.close()
             self.loader.close()
             self.folder.close()
+        if self.stopped:
+            self.world.say(describe_stop(self))
+            return self.stopped
+        self.stop.close()
         if self.world.rank == 0:
             print(summarise(self, time.perf_counter() - start), flush=True)
         self._combine_statistics()
@@ -88,6 +109,7 @@ class Trainer:
         if self.world.rank == 0 and self.on_end:
             self.on_end(module, self.config)  # on one rank: a plain module, whose backward reduces nothing
         self.world.barrier()
+        return ""
 
     def _all_steps_done(self, epoch: int) -> bool:
         """Whether the run was resumed from a checkpoint of this epoch's last step, before the evaluation."""
@@ -108,7 +130,19 @@ class Trainer:
                 self.recorder.record_training(self.step, epoch, self.optimizer)
             if _is_due(self.config.checkpoint.every_steps, self.step):
                 self._save(epoch)
+            if self._is_asked_to_stop(epoch):
+                break
         self.recorder.record_training(self.step, epoch, self.optimizer)
+
+    def _is_asked_to_stop(self, epoch: int) -> bool:
+        """Whether all ranks stop here; the state is saved then. Collective."""
+        self.stopped = self.stop.agreed()
+        if self.stopped:
+            if self.loader.epoch > epoch:  # in the evaluation: the next start takes no step of the epoch, but evaluates
+                place = {"epoch": epoch, "position": self.loader.num_samples}
+                self.loader.load_state_dict(self.loader.state_dict() | place)
+            self._save(epoch)
+        return bool(self.stopped)
 
     def _train_step(self, batch: Batch) -> None:
         """The five steps of training, on one global batch."""
@@ -135,8 +169,11 @@ class Trainer:
         self.samples_since_combined += batch.size
 
     def _evaluate(self, epoch: int) -> None:
-        """Mean loss and accuracy of the held-out samples, each counted once. Collective."""
-        if self.validation is None:
+        """Mean loss and accuracy of the held-out samples, each counted once. Collective.
+
+        When asked to stop meanwhile, it leaves no record: the next start evaluates again.
+        """
+        if self.validation is None or self.stopped:
             return
         self._combine_statistics()
         self.model.eval()
@@ -147,6 +184,8 @@ class Trainer:
                     inputs, target = self._inputs(batch)
                     output = self.model(inputs)
                     tally.add(self.loss(output, target), output, target, batch.size)
+                if self._is_asked_to_stop(epoch):
+                    return
         self.recorder.record_validation(self.step, epoch, tally)
 
     def _inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:

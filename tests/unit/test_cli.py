@@ -115,7 +115,7 @@ def test_the_watch_for_heavy_modules_sees_them() -> None:
 
 
 def test_public_names() -> None:
-    expected = {"Batch", "DataParallel", "HDF5Loader", "World", "__version__", "errors", "init"}
+    expected = {"Batch", "DataParallel", "HDF5Loader", "StopSignal", "World", "__version__", "errors", "init"}
     assert set(mpidp.__all__) == expected
     assert expected <= set(dir(mpidp))
     with pytest.raises(AttributeError, match="no attribute 'initt'"):

@@ -1,0 +1,65 @@
+"""A run's name, what was asked and Slurm's variables in; the run folder to continue out, if there is one.
+
+A job that Slurm starts again (preempted, a node lost, `scontrol requeue`) has the same job number and runs the same
+script. It goes on with the run that it began.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from mpidp.config import RunConfig
+
+AUTO = Path("auto")
+
+
+def for_array_task(config: RunConfig, environment: Mapping[str, str]) -> RunConfig:
+    """The run as this task of a Slurm array has it: the task's number behind the name, so that no two share a name."""
+    task = environment.get("SLURM_ARRAY_TASK_ID", "")
+    if not task.isdigit():
+        return config
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, name=f"{config.run.name}_{task}"))
+
+
+def choose_resume(config: RunConfig, asked: Path | None, environment: Mapping[str, str]) -> tuple[Path | None, str]:
+    """The run folder to continue, or None for a new run; and a line that says why, or "". Reads the file system.
+
+    Args:
+        config: the run, with its final name.
+        asked: `--resume`: a folder, `auto` for this run's newest folder with a checkpoint if there is one, or None.
+        environment: SLURM_RESTART_COUNT above 0 and no `asked` mean: the folder that this job began.
+    """
+    restarts = environment.get("SLURM_RESTART_COUNT", "")
+    if asked == AUTO:
+        job, why = None, "--resume=auto"
+    elif asked is None and restarts.isdigit() and int(restarts):
+        job, why = environment.get("SLURM_JOB_ID", ""), f"Slurm started job {environment.get('SLURM_JOB_ID')} again"
+    else:
+        return asked, ""
+    folders = [
+        path for path in run_folders(Path(config.run.folder), config.run.name) if job is None or _is_of(path, job)
+    ]
+    for path in folders:
+        if any((path / "checkpoints").glob("step_*")):
+            return path, f"{why}: continuing {path}"
+    found = f"no checkpoint in {', '.join(map(str, folders))}" if folders else "no run folder of it"
+    return None, f"{why}: {found}; starting from the beginning"
+
+
+def run_folders(parent: Path, name: str) -> Iterator[Path]:
+    """The folders `parent/name`, `parent/name-2` and so on that exist, newest first."""
+    pattern = re.compile(re.escape(name) + r"(?:-([0-9]+))?")
+    matches = [(pattern.fullmatch(path.name), path) for path in parent.glob("*") if path.is_dir()]
+    numbered = [(int(match[1] or 1), path) for match, path in matches if match]
+    yield from (path for _, path in sorted(numbered, reverse=True))
+
+
+def _is_of(folder: Path, job: str) -> bool:
+    """Whether a run folder was begun or continued by this Slurm job."""
+    try:
+        starts = json.loads((folder / "env.json").read_text())
+    except (OSError, ValueError):
+        return False  # a job that died while it made the folder has saved nothing there
+    return any(start.get("slurm_job_id") == job for start in starts)

@@ -1,0 +1,51 @@
+"""A small number of every rank in, the greatest of them on every rank out, one call later.
+
+The message travels while the next step computes, so that asking at every step costs a call and no waiting.
+"""
+
+import numpy as np
+
+from mpidp.world.mpi import MPI
+from mpidp.world.waiting import wait
+
+PAUSE_S = 1e-4  # between two looks, where a rank is late: the core may be wanted by it
+
+
+class DelayedMaximum:
+    """The maximum over ranks of what each gave at the previous call. Making one is collective.
+
+    Args:
+        comm: the ranks; it is duplicated, so that an open message never meets other traffic.
+    """
+
+    def __init__(self, comm: MPI.Intracomm):
+        self._comm = comm.Dup() if comm.size > 1 else None
+        self._given = np.zeros(1, dtype=np.int64)
+        self._greatest = np.zeros(1, dtype=np.int64)
+        self._request: MPI.Request | None = None
+
+    def exchange(self, value: int) -> int:
+        """Gives this rank's number; returns the greatest of the previous call, 0 at the first. Collective.
+
+        With one rank there is nobody to wait for: its own number, at once.
+        """
+        if self._comm is None:
+            return value
+        before = self._finish()
+        self._given[0] = value
+        self._request = self._comm.Iallreduce(self._given, self._greatest, op=MPI.MAX)
+        return before
+
+    def close(self) -> None:
+        """Waits for the open message and gives the communicator back. Collective."""
+        if self._comm is not None:
+            self._finish()
+            self._comm.Free()
+            self._comm = None
+
+    def _finish(self) -> int:
+        if self._request is None:
+            return 0
+        wait(self._request, PAUSE_S)
+        self._request = None
+        return int(self._greatest[0])

@@ -1,0 +1,46 @@
+"""Stop signals are noted while they are watched, and do what they did before afterwards (Behaviour 45)."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from mpidp.world import signals
+
+
+def test_signals_are_noted_and_given_back() -> None:
+    heard: list[int] = []
+    former = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
+    try:
+        signals.watch()
+        signals.watch()
+        assert signals.received() is None
+        os.kill(os.getpid(), signal.SIGUSR2)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.received() is signal.SIGUSR2, "the first"
+        assert heard == []
+        signals.unwatch()
+        signals.unwatch()
+        assert signals.received() is None
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert heard == [signal.SIGUSR2]
+    finally:
+        signals.unwatch()
+        signal.signal(signal.SIGUSR2, former)
+
+
+def test_another_thread_hears_that_it_cannot() -> None:
+    raised: list[BaseException] = []
+
+    def watch() -> None:
+        try:
+            signals.watch()
+        except RuntimeError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    thread.join()
+    with pytest.raises(RuntimeError, match="main thread"):
+        raise raised[0]
