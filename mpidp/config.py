@@ -144,6 +144,10 @@ class CheckpointSection:
     """Save after this many optimizer steps too; 0 for never."""
     keep: int = 3
     """Newest checkpoints kept; older ones are deleted."""
+    background: bool = True
+    """Train on while files are written; only a copy of the state in memory is waited for."""
+    on_failure: Literal["stop", "warn"] = "stop"
+    """When one cannot be written: stop all ranks with the reason, or warn and train on; the one before stays."""
 
 
 @dataclasses.dataclass(frozen=True)

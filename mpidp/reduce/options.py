@@ -1,6 +1,8 @@
 """How a reducer is to work, apart from which one it is."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from mpidp.reduce.feedback import Residuals
 
 # Across a network. With a library that sends a large buffer in one go, every hop waits for the whole of it; pieces of a
 # mebibyte keep all links busy at once. `auto` measures; this is the value without a measurement.
@@ -15,8 +17,8 @@ class ReducerOptions:
         piece_bytes: the largest buffer given to one call of MPI; 0 for what suits: 1 MiB across a network, anything on
             one node, where pieces would only cost calls.
         wire: "full", or "bf16" or "fp16": 16 bits travel for float32 gradients.
-        error_feedback: add what rounding to the wire lost to the next step's gradient; costs 1.5 copies of them, and
-            is not part of a checkpoint: a resumed run starts without.
+        error_feedback: add what rounding to the wire lost to the next step's gradient; costs 1.5 copies of them.
+        residuals: where the lost parts are noted, for checkpoints; not an option, and the same for all.
         pause_s: how long a thread that waits for the network may sleep between two looks at it; 0 never sleeps.
     """
 
@@ -24,3 +26,4 @@ class ReducerOptions:
     wire: str = "full"
     error_feedback: bool = False
     pause_s: float = 0.0
+    residuals: Residuals | None = field(default=None, repr=False, compare=False)

@@ -62,6 +62,8 @@ class Transports:
         if travels == real.dtype or not self._options.error_feedback:
             return call
         feedback = ErrorFeedback(real, travels, self._comm.size / self._count)
+        if self._options.residuals is not None:
+            self._options.residuals.add(feedback)
 
         def compensate_and_call() -> None:
             feedback.compensate()

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from mpidp.errors import LaunchError
 from mpidp.reduce.buckets import Buckets
 from mpidp.reduce.choice import Choice, decide, make_reducer, wants_overlap
+from mpidp.reduce.feedback import Residuals
 from mpidp.reduce.options import ReducerOptions
 from mpidp.reduce.reducer import Reducer
 from mpidp.reduce.reduction import Reduction
@@ -144,6 +145,20 @@ class DataParallel(nn.Module):
         """Loads a state of the plain module."""
         return self.module.load_state_dict(state_dict, *args, **kwargs)
 
+    def rank_state_dict(self) -> dict[str, Any]:
+        """What only this rank has: the rounding errors of a 16-bit wire, and the layout that they belong to."""
+        return {"layout": self._layout(), "residuals": self._residuals.tensors()}
+
+    def load_rank_state_dict(self, state: dict[str, Any]) -> bool:
+        """Goes on with another run's rounding errors; False if its layout differs, so that they mean nothing here.
+
+        To be called before the first backward pass, on every rank.
+        """
+        if state["layout"] != self._layout():
+            return False
+        self._residuals.load(state["residuals"])
+        return True
+
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The module's own names, without a prefix."""
         return self.module.named_parameters(*args, **kwargs)
@@ -195,12 +210,21 @@ class DataParallel(nn.Module):
             trainable = []  # one rank is plain torch: no hook, no buffer
         # A helper thread that waits for the network must leave the core to backward.
         pause_s = PAUSE_S if self.overlap and self.world.device.type == "cpu" else 0.0
-        options = replace(self.choice.options, pause_s=pause_s)
+        self._residuals = Residuals()
+        options = replace(self.choice.options, pause_s=pause_s, residuals=self._residuals)
         reducer = make_reducer(self._reducing_world, replace(self.choice, options=options))
         self._reduction = Reduction(
             self._reducing_world, trainable, reducer, self._bucket_bytes, self.overlap, self._check_finite
         )
         self._watch = BackwardWatch(self._reduction.buckets.parameters, self, tell_ready=self.overlap)
+
+    def _layout(self) -> str:
+        """All that decides how many elements each rank rounds for the wire, in words."""
+        world, buckets = self.world, self.buckets.buckets
+        return (
+            f"{world.size} ranks on {world.num_nodes} nodes, {self.choice.name}, {self.choice.options}, "
+            f"buckets of {[bucket.layout.numel for bucket in buckets]}"
+        )
 
     def _make_own_topology(self) -> Topology:
         if not self.world.all(self.world.threads_may_call):

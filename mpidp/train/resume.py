@@ -1,59 +1,90 @@
 """A trainer in, its whole state in a checkpoint out; and back, so that the run goes on as if it had not stopped."""
 
-import logging
 import tomllib
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpidp.config import RunConfig, to_toml
 from mpidp.errors import CheckpointError
 from mpidp.train import checkpoint, rng
+from mpidp.train.choose import newest_readable
 from mpidp.train.run_folder import RunFolder
+from mpidp.train.saver import Saver
 
 if TYPE_CHECKING:
     from mpidp.train.trainer import Trainer
 
-log = logging.getLogger("mpidp")
+
+def make_saver(trainer: "Trainer", newest: Path | None) -> Saver:
+    """What writes the checkpoints of a run as its configuration wants it. Collective.
+
+    Args:
+        trainer: the run; its folder is there.
+        newest: the checkpoint that it continues.
+    """
+    section = trainer.config.checkpoint
+    return Saver(
+        trainer.world,
+        trainer.folder.checkpoints,
+        section.keep,
+        background=section.background,
+        on_failure=section.on_failure,
+        newest=newest,
+    )
 
 
 def save(trainer: "Trainer") -> None:
-    """Writes a checkpoint: rank 0 the file, every rank its random streams into it. Collective."""
-    world = trainer.world
-    streams = world.comm.gather(rng.capture(world.device))
-    with world.together("writing a checkpoint"):
-        if world.rank == 0:
-            state = {**_state(trainer), "rng": streams}
-            keep = trainer.config.checkpoint.keep
-            path = checkpoint.save(trainer.folder.checkpoints, trainer.step, state, keep)
-            log.info("wrote %s", path)
+    """Begins a checkpoint: rank 0 writes what all share, every rank what it alone has. Collective."""
+    trainer.saver.save(trainer.step, partial(_state, trainer), partial(_own_state, trainer))
 
 
-def restore(trainer: "Trainer", run_folder: Path) -> int:
-    """Takes the state of a run's newest usable checkpoint; returns the metrics file's length at that time. Collective.
+def restore(trainer: "Trainer", run_folder: Path) -> tuple[int, Path]:
+    """Takes the state of a run's newest checkpoint that all ranks can read. Collective.
 
     The same number of ranks continues bit for bit. With another number the samples are the same, and random streams
     (dropout) start anew, repeatably.
+
+    Returns:
+        The length of the metrics file at that time, and the checkpoint.
 
     Raises:
         CheckpointError: no run folder or usable checkpoint; one of another model, optimizer or scheduler.
     """
     world = trainer.world
-    path, passed_over = world.from_root(lambda: _newest(RunFolder(run_folder)))
+    with world.together("looking for the run folder"):
+        RunFolder(run_folder).check()
+    path, passed_over = newest_readable(world, RunFolder(run_folder).checkpoints)
     for line in passed_over:
         world.say(f"passed over a newer checkpoint: {line}")
     with world.together("loading the checkpoint"):
-        state = checkpoint.load(path)
+        state = checkpoint.read(path, checkpoint.STATE)
         _apply(trainer, state, path)
     trainer.step = state["step"]
-    if len(state["rng"]) == world.size:
-        rng.restore(state["rng"][world.rank], world.device)
-    else:
-        rng.seed_all(trainer.config.run.seed, world.rank, trainer.step)
+    _restore_own(trainer, path, state["ranks"])
     world.say(f"resumed from {path}: step {trainer.step:,}, epoch {trainer.loader.epoch + 1}")
     ignored = _ignored(trainer.config, state["config"])
     if ignored:
         world.say(f"changed since, but the checkpoint's values go on: {', '.join(ignored)}")
-    return int(state["metrics_bytes"])
+    return int(state["metrics_bytes"]), path
+
+
+def _restore_own(trainer: "Trainer", path: Path, saved_ranks: int) -> None:
+    """Takes what each rank alone has, where there are as many ranks as then; collective."""
+    world = trainer.world
+    if saved_ranks != world.size:
+        rng.seed_all(trainer.config.run.seed, world.rank, trainer.step)
+        kept = not trainer.config.reduce.error_feedback
+    else:
+        with world.together("loading the checkpoint"):
+            own = checkpoint.read(path, checkpoint.part_name(world.rank))
+            rng.restore(own["rng"], world.device)
+            kept = trainer.model.load_rank_state_dict(own["reduction"]) or not trainer.config.reduce.error_feedback
+    if not world.all(kept):
+        world.say(
+            "error feedback starts from nothing: the checkpoint's rounding errors belong to another number or "
+            "layout of ranks, or to another way of reducing"
+        )
 
 
 def _ignored(config: RunConfig, saved: str) -> list[str]:
@@ -67,11 +98,6 @@ def _ignored(config: RunConfig, saved: str) -> list[str]:
     ]
 
 
-def _newest(folder: RunFolder) -> tuple[Path, list[str]]:
-    folder.check()
-    return checkpoint.newest(folder.checkpoints)
-
-
 def _state(trainer: "Trainer") -> dict[str, Any]:
     return {
         "classes": _classes(trainer),
@@ -80,9 +106,14 @@ def _state(trainer: "Trainer") -> dict[str, Any]:
         "scheduler": trainer.scheduler.state_dict() if trainer.scheduler else None,
         "loader": trainer.loader.state_dict(),
         "step": trainer.step,
+        "ranks": trainer.world.size,
         "metrics_bytes": trainer.recorder.num_bytes,
         "config": to_toml(trainer.config),
     }
+
+
+def _own_state(trainer: "Trainer") -> dict[str, Any]:
+    return {"rng": rng.capture(trainer.world.device), "reduction": trainer.model.rank_state_dict()}
 
 
 def _apply(trainer: "Trainer", state: dict[str, Any], path: Path) -> None:

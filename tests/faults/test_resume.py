@@ -76,6 +76,7 @@ def test_a_run_killed_twice_equals_an_uninterrupted_one_bit_for_bit(workplace: P
     """Dropout, batch norm, momentum, a schedule; killed after checkpoints in the middle and at the end of an epoch."""
     words = [
         "--checkpoint.every_steps=4",  # 4, 8 and, with the end of the second epoch, 12
+        "--checkpoint.background=False",  # complete before the next step, which kills
         "--model.arguments.dropout=0.3",
         "--model.arguments.norm=true",
         "--scheduler.name=CosineAnnealingLR",
@@ -101,7 +102,7 @@ def test_a_run_killed_twice_equals_an_uninterrupted_one_bit_for_bit(workplace: P
 
 def test_a_run_resumed_at_another_size_takes_the_same_samples_and_losses(workplace: Path) -> None:
     """Behaviours 24, 25: killed on 3 ranks, resumed on 2; and on 1 with another global batch."""
-    words = ["--checkpoint.every_steps=4"]
+    words = ["--checkpoint.every_steps=4", "--checkpoint.background=False"]
     train(workplace, 2, *words, "--run.name=whole", seen="whole")
     train_and_kill(workplace, 3, 11, *words, seen="killed")
     shutil.copytree(workplace / "runs/run", workplace / "runs/copy")

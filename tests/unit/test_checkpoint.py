@@ -3,16 +3,19 @@
 import json
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoint_states import check_state, names, state_of
+from checkpoint_states import check_state, names, save, state_of
 
 from mpidp.errors import CheckpointError
-from mpidp.train.checkpoint import check_model, find_fault, load, newest, save
+from mpidp.train import manifest as manifests
+from mpidp.train.checkpoint import check_model, find_fault, load, newest
+from mpidp.train.manifest import Manifest
 
 Damage = Callable[[Path], None]
 
@@ -28,20 +31,39 @@ def flip(path: Path, byte: int, bit: int = 0) -> None:
 def test_round_trip_with_a_manifest_that_sha256sum_can_check(tmp_path: Path) -> None:
     path = save(tmp_path, 7, state_of(7), keep=3)
     assert path == tmp_path / "step_00000007"
-    assert names(path) == ["manifest.json", "state.pt"]
+    assert names(path) == ["manifest.json", "rank_00000.pt", "rank_00001.pt", "state.pt"]
     assert newest(tmp_path) == (path, [])
     check_state(path, 7)
     manifest = json.loads((path / "manifest.json").read_text())
-    assert manifest["step"] == 7
-    assert manifest["files"]["state.pt"]["bytes"] == (path / "state.pt").stat().st_size
-    assert len(manifest["files"]["state.pt"]["sha256"]) == 64
+    assert (manifest["step"], manifest["ranks"], manifest["algorithm"]) == (7, 2, "sha256")
+    lines = "".join(f"{file['digest']}  {file['name']}\n" for file in manifest["files"])
+    subprocess.run(["sha256sum", "--check", "--strict"], input=lines, text=True, cwd=path, check=True)
+    assert sum(file["num_bytes"] for file in manifest["files"]) == sum(
+        file.stat().st_size for file in path.glob("*.pt")
+    )
+
+
+def test_latest_points_to_the_newest(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, step, state_of(step), keep=1)
+        assert (tmp_path / "latest").readlink() == Path(f"step_{step:08d}")
+        check_state(tmp_path / "latest", step)
 
 
 @pytest.mark.parametrize("keep", [1, 2, 5])
 def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
     for step in range(1, 5):
         save(tmp_path, step, state_of(step), keep)
-    assert names(tmp_path) == [f"step_{step:08d}" for step in range(1, 5)][-keep:]
+    assert names(tmp_path) == ["latest", *[f"step_{step:08d}" for step in range(1, 5)][-keep:]]
+
+
+def test_latest_in_a_copy_that_followed_the_link(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    save(tmp_path / "run", 1, state_of(1), keep=2)
+    folder = Path(shutil.copytree(tmp_path / "run", tmp_path / "copy"))
+    assert not (folder / "latest").is_symlink()
+    save(folder, 2, state_of(2), keep=2)
+    assert (folder / "latest").readlink() == Path("step_00000002")
 
 
 def test_newest_goes_by_number_beyond_eight_digits(tmp_path: Path) -> None:
@@ -49,7 +71,7 @@ def test_newest_goes_by_number_beyond_eight_digits(tmp_path: Path) -> None:
         save(tmp_path, step, state_of(step), keep=2)
     path, _ = newest(tmp_path)
     check_state(path, 100_000_000)
-    assert names(tmp_path) == ["step_100000000", "step_99999999"]
+    assert names(tmp_path) == ["latest", "step_100000000", "step_99999999"]
 
 
 DAMAGES: dict[str, tuple[Damage, str]] = {
@@ -62,9 +84,15 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "empty manifest": (lambda path: os.truncate(path / "manifest.json", 0), "manifest.json"),
     "truncated manifest": (lambda path: os.truncate(path / "manifest.json", 60), "manifest.json"),
     "manifest is a list": (lambda path: _write(path, "[]"), "manifest.json"),
-    "manifest without files": (lambda path: _write(path, '{"format": 1, "step": 2}'), "manifest.json"),
-    "manifest of no files": (lambda path: _write(path, '{"format": 1, "step": 2, "files": {}}'), "state.pt"),
+    "manifest without files": (lambda path: _write(path, '{"format": 2, "step": 2}'), "manifest.json"),
+    "manifest of no files": (lambda path: _write(path, Manifest(2, 2, "", "sha256", ()).text()), "state.pt"),
+    "manifest of files that are none": (lambda path: _write(path, '{"format": 2, "files": [1]}'), "manifest.json"),
     "manifest of another format": (lambda path: _write(path, '{"format": 99, "files": {}}'), "format 99"),
+    "first format": (lambda path: _write(path, '{"format": 1, "step": 2, "files": {"state.pt": {}}}'), "format 1"),
+    "manifest of another hash": (lambda path: _write(path, _with(path, algorithm="md6")), "manifest.json"),
+    "truncated part": (lambda path: os.truncate(path / "rank_00001.pt", 9), "rank_00001.pt has 9 bytes instead"),
+    "part with a flipped bit": (lambda path: flip(path / "rank_00001.pt", 99), "rank_00001.pt is damaged"),
+    "no part": (lambda path: (path / "rank_00001.pt").unlink(), "rank_00001.pt is missing"),
     "empty folder": (lambda path: _empty(path), "manifest.json"),
 }
 
@@ -76,6 +104,11 @@ def _make_folder(path: Path) -> None:
 
 def _write(path: Path, manifest: str) -> None:
     (path / "manifest.json").write_text(manifest)
+
+
+def _with(path: Path, **changes: Any) -> str:
+    """The manifest with other values, in the same spelling."""
+    return json.dumps({**json.loads((path / "manifest.json").read_text()), **changes}, indent=2) + "\n"
 
 
 def _empty(path: Path) -> None:
@@ -100,19 +133,24 @@ def test_damage_is_named_passed_over_and_never_loaded(tmp_path: Path, damage: st
     assert words in str(caught.value)
 
 
-def test_any_flipped_bit_of_the_manifest_is_found_or_harmless(tmp_path: Path) -> None:
+def test_any_flipped_bit_of_the_manifest_is_found(tmp_path: Path) -> None:
     """Behaviour 42, byte by byte."""
     path = save(tmp_path, 3, state_of(3), keep=1)
-    length = (path / "manifest.json").stat().st_size
-    undetected = 0
-    for byte in range(length):
+    for byte in range((path / "manifest.json").stat().st_size):
         for bit in (0, 5):
             flip(path / "manifest.json", byte, bit)
-            if find_fault(path) is None:
-                undetected += 1
-                check_state(path, 3)
+            assert "manifest.json" in str(find_fault(path)), (byte, bit)
             flip(path / "manifest.json", byte, bit)
-    assert undetected < length  # white space, and the step, which nothing depends on
+    assert find_fault(path) is None
+
+
+def test_all_damaged_files_are_listed(tmp_path: Path) -> None:
+    path = save(tmp_path, 3, state_of(3), keep=1)
+    flip(path / "state.pt", 50)
+    (path / "rank_00000.pt").unlink()
+    found = list(manifests.find_faults(path, manifests.read(path)))
+    assert [line.split()[0] for line in found] == ["rank_00000.pt", "state.pt"]
+    assert list(manifests.find_faults(path, manifests.read(path), ["rank_00001.pt"])) == []
 
 
 def test_a_flipped_bit_anywhere_in_the_state_is_found(tmp_path: Path) -> None:

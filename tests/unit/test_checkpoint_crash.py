@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_states import check_state, names, state_of
+from checkpoint_states import check_state, names, save, state_of
 
-from mpidp.train.checkpoint import newest, save
+from mpidp.train.checkpoint import newest
 
 
 class Crash(BaseException):
@@ -33,7 +33,7 @@ def crash_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 
         return call
 
-    for name in ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir"):
+    for name in ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "symlink"):
         monkeypatch.setattr(os, name, counted(getattr(os, name)))
     monkeypatch.setattr(torch, "save", counted(torch.save, lambda state, file: file.write(b"PK" * 50)))
     monkeypatch.setattr(json, "dumps", counted(json.dumps))
@@ -56,13 +56,18 @@ def test_a_crash_at_any_point_of_saving_leaves_a_loadable_checkpoint(tmp_path: P
                 finished = True
             except Crash:
                 pass
+        if (folder / "latest").is_symlink() and scene != "damaged same step":
+            assert (folder / "latest").exists(), "it never points to nothing"
         if before:
             path, _ = newest(folder)
             check_state(path, 9 if path.name == "step_00000009" else before)
-        assert check_state(save(folder, 9, state_of(9), keep=2), 9) is None  # a second try is not in its own way
+        assert (
+            check_state(save(folder, 9, state_of(9), keep=2, token="u"), 9) is None
+        )  # a second try is not in its own way
         assert newest(folder)[0].name == "step_00000009"
-        assert all(name.startswith("step_") for name in names(folder)), "something was left behind for good"
-    assert number > 8
+        assert all(name.startswith("step_") or name == "latest" for name in names(folder)), "left behind for good"
+        check_state(folder / "latest", 9)
+    assert number > 15
 
 
 def _set_scene(folder: Path, scene: str) -> int:
@@ -78,5 +83,5 @@ def _set_scene(folder: Path, scene: str) -> int:
         with pytest.MonkeyPatch.context() as monkeypatch:
             crash_at(monkeypatch, 4)
             with pytest.raises(Crash):
-                save(folder, 9, state_of(9), keep=2)
+                save(folder, 9, state_of(9), keep=2, token="dead")
     return 4

@@ -38,7 +38,7 @@ TRAIN_OPTIONS = """
 --train.epochs --train.clip_norm --train.micro_batch --train.dtype --train.threads --train.on_end
 --reduce.reducer --reduce.bucket_bytes --reduce.piece_bytes --reduce.wire --reduce.error_feedback --reduce.check_finite
 --reduce.overlap
---checkpoint.every_epochs --checkpoint.every_steps --checkpoint.keep
+--checkpoint.background --checkpoint.every_epochs --checkpoint.every_steps --checkpoint.keep --checkpoint.on_failure
 --log.every_steps --log.progress_s
 """
 

@@ -156,7 +156,7 @@ def test_every_field_but_tables_and_choices_has_a_check() -> None:
     unchecked = {key for key in keys if key.endswith(".arguments")}
     # Literals and booleans are checked on reading.
     unchecked |= {"data.shuffle", "train.dtype", "reduce.reducer", "reduce.wire", "reduce.overlap"}
-    unchecked |= {"reduce.error_feedback", "reduce.check_finite"}
+    unchecked |= {"reduce.error_feedback", "reduce.check_finite", "checkpoint.background", "checkpoint.on_failure"}
     assert set(config._CHECKS) == keys - unchecked
 
 

@@ -1,0 +1,273 @@
+"""States of all ranks in, checkpoints out, written in the background while training goes on.
+
+Training waits for one copy of the state. A thread of each rank then writes that rank's file; when all have ended, rank
+0's thread publishes the checkpoint. The threads never call MPI: whether all have ended is asked by the training
+threads, at the ends of steps, in a message that travels during the next step. So all ranks learn of success or failure
+after the same step.
+"""
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpidp.errors import CheckpointError
+from mpidp.train import manifest as manifests
+from mpidp.train.checkpoint import STATE, folder_name, part_name
+from mpidp.train.disk import explain, flush_folder
+from mpidp.train.manifest import File, Manifest
+from mpidp.train.part import write_part
+from mpidp.train.publish import LATEST, PARTIAL, discard, publish, tidy
+from mpidp.train.snapshot import Snapshot
+from mpidp.world.abort import SHARED_MARK
+from mpidp.world.agreement import DelayedMaximum
+from mpidp.world.shared_error import share_error
+from mpidp.world.world import World
+
+log = logging.getLogger("mpidp")
+
+State = Callable[[], dict[str, Any]]
+Files = tuple[File, ...]
+
+
+@dataclass
+class _Save:
+    """One checkpoint on its way.
+
+    Attributes:
+        step: optimizer steps done.
+        partial: the folder the ranks write into.
+        start: when it began, by `time.perf_counter`.
+        stalled_s: how long training has waited for it.
+        publishes: whether all files are there and only the name is missing.
+        work: what this rank's thread is doing.
+    """
+
+    step: int
+    partial: Path
+    work: "Future[Files]"
+    start: float
+    stalled_s: float
+    publishes: bool = False
+
+
+class Saver:
+    """Writes the checkpoints of a run, one at a time. Construction is collective.
+
+    In a loop of your own: `save` when one is due, `poll` after every step, `finish` after the last one.
+
+    Attributes:
+        newest: the last complete checkpoint; None before the first.
+        failure: why the last one could not be written, None when it could. With "warn" only; "stop" raises.
+
+    Args:
+        world: the ranks.
+        folder: where checkpoints go; exists, on a file system that all ranks share.
+        keep: how many to keep; at least 1.
+        background: go on training while files are written; else `save` returns when the checkpoint is complete.
+        on_failure: "stop" raises a failure on all ranks; "warn" prints it, once, and the run goes on.
+        newest: the checkpoint that this run continues.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        folder: Path,
+        keep: int,
+        *,
+        background: bool = True,
+        on_failure: str = "stop",
+        newest: Path | None = None,
+    ):
+        self.world = world
+        self.folder = folder
+        self.keep = keep
+        self.background = background
+        self.on_failure = on_failure
+        self.newest = newest
+        self.failure: CheckpointError | None = None
+        # Ranks that still write for a run that is long dead must not find the folder of this one.
+        self._token: str = world.broadcast(secrets.token_hex(4))
+        self._number = 0  # of questions asked and answered: two for each checkpoint
+        self._current: _Save | None = None
+        self._agreement = DelayedMaximum(world.comm)
+        self._snapshot = Snapshot()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mpidp-checkpoint")
+
+    def save(self, step: int, shared: State, own: State) -> None:
+        """Begins a checkpoint; waits for the one before, if that is still on its way. Collective.
+
+        Args:
+            step: optimizer steps done; names the checkpoint.
+            shared: makes the state that all ranks share; called on rank 0 only. Nested dicts and lists of tensors,
+                numbers and strings, and so is the next.
+            own: makes the state that only this rank has.
+
+        Raises:
+            CheckpointError: on all ranks, if a checkpoint could not be written and `on_failure` is "stop".
+        """
+        if self._current is not None:
+            log.info("the next checkpoint waits for the one before, of step %d", self._current.step)
+            self.finish()
+        start = time.perf_counter()
+        self._number += 1
+        place = self.folder / f"{PARTIAL}{folder_name(step)}-{self._token}-{self._number}"
+        try:
+            parts = {part_name(self.world.rank): own()}
+            if self.world.rank == 0:
+                parts[STATE] = shared()
+            work = self._thread.submit(_write_parts, place, self._snapshot.take(parts))
+        except Exception as error:  # the other ranks are on their way to the agreement
+            work = Future()
+            work.set_exception(_failed(error, place))
+        self._current = _Save(step, place, work, start, stalled_s=time.perf_counter() - start)
+        if not self.background:
+            self.finish()
+
+    def poll(self) -> None:
+        """Takes notice of what has ended since the last call; to be called after every step. Collective; never waits.
+
+        Raises:
+            CheckpointError: as `save` does.
+        """
+        if self._current is not None:
+            self._ask()
+
+    def finish(self) -> None:
+        """Waits until the checkpoint on its way, if any, is complete. Collective.
+
+        Raises:
+            CheckpointError: as `save` does.
+        """
+        start = time.perf_counter()
+        while self._current is not None:
+            wait([self._current.work])
+            self._current.stalled_s += time.perf_counter() - start
+            start = time.perf_counter()
+            self._ask()
+
+    def leave(self, error: BaseException) -> None:
+        """Training ends by an error: completes the checkpoint on its way if all ranks are here to do so.
+
+        Args:
+            error: what ended training; a failure to complete the checkpoint is noted on it.
+        """
+        if self.world.size > 1 and not getattr(error, SHARED_MARK, False):
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            return
+        try:
+            self.finish()
+            self.close()
+        except CheckpointError as failure:
+            error.add_note(str(failure))
+
+    def close(self) -> None:
+        """Ends the thread and gives the memory back; nothing may be on its way. Collective."""
+        assert self._current is None
+        self._thread.shutdown()
+        self._agreement.close()
+        self._snapshot = Snapshot()
+
+    def _ask(self) -> None:
+        """Exchanges whether this rank's work has ended, and goes on when that of all has. Collective."""
+        assert self._current is not None
+        pending = not self._current.work.done()
+        # The answer is that of the last call, and may be about the work before this: the number tells.
+        if self._agreement.exchange(2 * self._number + pending) == 2 * self._number:
+            self._go_on(self._current)
+
+    def _go_on(self, save: _Save) -> None:
+        """The work of all ranks has ended: shares a failure, or goes on to the next work. Collective."""
+        error = save.work.exception()
+        try:
+            self._share(error)
+        except CheckpointError as shared:
+            self._fail(save, shared)
+            return
+        if save.publishes:
+            self._complete(save)
+            return
+        files: list[Files] | None = self.world.comm.gather(save.work.result())
+        save.publishes = True
+        self._number += 1
+        save.work = self._publish(save, files) if files is not None else _done()
+
+    def _publish(self, save: _Save, files: list[Files]) -> "Future[Files]":
+        manifest = Manifest(
+            save.step,
+            self.world.size,
+            time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            manifests.ALGORITHM,
+            tuple(sorted((file for of_rank in files for file in of_rank), key=lambda file: file.name)),
+        )
+        return self._thread.submit(_publish, save.partial, self.folder / folder_name(save.step), manifest, self.keep)
+
+    def _share(self, error: BaseException | None) -> None:
+        assert error is None or isinstance(error, CheckpointError)
+        if error is not None and not hasattr(error, "__notes__"):
+            stays = f"{self.newest.name} stays the newest" if self.newest else "there is none before it"
+            error.add_note(f"This checkpoint is given up; {stays}.")
+        world = self.world
+        share_error(world.comm, error, f"on rank {world.rank} of {world.size} ({world.host}), writing a checkpoint")
+
+    def _fail(self, save: _Save, error: CheckpointError) -> None:
+        self._current = None
+        self.failure = error
+        if self.world.rank == 0:
+            self._thread.submit(discard, save.partial)
+        text = "\n  ".join([f"checkpoint of step {save.step:,}: {error}", *error.__notes__])
+        log.error("%s", text)
+        if self.on_failure == "stop":
+            raise error
+        self.world.say(f"{text}\n  Training goes on without it (checkpoint.on_failure).")
+
+    def _complete(self, save: _Save) -> None:
+        self._current = None
+        self.failure = None
+        self.newest = self.folder / folder_name(save.step)
+        elapsed_s = time.perf_counter() - save.start
+        log.info("wrote %s; training waited %.3f s, the whole took %.3f s", self.newest, save.stalled_s, elapsed_s)
+
+
+def _write_parts(folder: Path, parts: dict[str, dict[str, Any]]) -> Files:
+    """Writes this rank's files into a folder that some rank makes."""
+    path = folder
+    try:
+        folder.mkdir(exist_ok=True)
+        files = []
+        for name, state in parts.items():
+            path = folder / name
+            files.append(write_part(path, state))
+        flush_folder(folder)
+        flush_folder(folder.parent)
+    except Exception as error:
+        raise _failed(error, path) from error
+    return tuple(files)
+
+
+def _publish(place: Path, final: Path, manifest: Manifest, keep: int) -> Files:
+    try:
+        publish(place, final, manifest)
+    except Exception as error:
+        raise _failed(error, place) from error
+    try:
+        tidy(final, keep)
+    except Exception as error:
+        failed = _failed(error, final.parent)
+        failed.add_note(f"{final.name} is complete; what failed is to point {LATEST!r} to it or to remove older ones.")
+        raise failed from error
+    return manifest.files
+
+
+def _failed(error: Exception, path: Path) -> CheckpointError:
+    return error if isinstance(error, CheckpointError) else explain(error, path)
+
+
+def _done() -> "Future[Files]":
+    work: Future[Files] = Future()
+    work.set_result(())
+    return work

@@ -1,0 +1,146 @@
+"""Checkpoints in the background, on one rank: what training sees of them, and of their failures."""
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_states import names
+
+import mpidp
+from mpidp.errors import CheckpointError
+from mpidp.train import saver as module
+from mpidp.train.checkpoint import load, newest
+from mpidp.train.saver import Saver
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Writing waits until the test sets this event."""
+    event = threading.Event()
+    write_part = module.write_part
+
+    def held(path: Path, state: dict[str, Any]) -> Any:
+        assert event.wait(30)
+        return write_part(path, state)
+
+    monkeypatch.setattr(module, "write_part", held)
+    yield event
+    event.set()
+
+
+def make(folder: Path, **options: Any) -> Saver:
+    return Saver(mpidp.init(), folder, 2, **options)
+
+
+def save(saver: Saver, step: int, weight: torch.Tensor) -> None:
+    saver.save(step, lambda: {"weight": weight, "step": step}, lambda: {"own": step})
+
+
+def test_training_goes_on_while_files_are_written(tmp_path: Path, gate: threading.Event) -> None:
+    """Behaviour 44: what is saved is the state at the call, whatever training makes of it meanwhile."""
+    saver, weight = make(tmp_path), torch.zeros(4)
+    save(saver, 1, weight)
+    for _ in range(3):
+        weight.add_(1)
+        saver.poll()
+    assert names(tmp_path) in ([], [name for name in names(tmp_path) if name.startswith(".partial-")])
+    gate.set()
+    saver.finish()
+    saver.close()
+    assert load(newest(tmp_path)[0])["weight"].tolist() == [0.0] * 4
+
+
+def test_a_second_one_waits_for_the_first(tmp_path: Path, gate: threading.Event) -> None:
+    saver = make(tmp_path)
+    save(saver, 1, torch.ones(2))
+    threading.Timer(0.2, gate.set).start()
+    save(saver, 2, torch.ones(2))
+    assert newest(tmp_path)[0].name == "step_00000001"
+    saver.finish()
+    assert newest(tmp_path)[0].name == "step_00000002"
+    assert saver.newest == tmp_path / "step_00000002"
+    saver.close()
+
+
+def test_without_background_it_is_complete_on_return(tmp_path: Path) -> None:
+    saver = make(tmp_path, background=False)
+    save(saver, 1, torch.ones(2))
+    assert newest(tmp_path)[0].name == "step_00000001"
+    saver.close()
+
+
+def test_a_failure_is_raised_at_a_later_step_and_the_one_before_stays(tmp_path: Path) -> None:
+    """Behaviour 44."""
+    saver = make(tmp_path)
+    save(saver, 1, torch.ones(2))
+    saver.finish()
+    blocker = tmp_path / "step_00000002"
+    blocker.touch()  # a file where the folder is to be
+    blocker.rename(tmp_path / ".removed-step_00000002")
+    (tmp_path / "step_00000002").symlink_to("nowhere")
+    save(saver, 2, torch.ones(2))
+    with pytest.raises(CheckpointError, match="step_00000002") as caught:
+        saver.finish()
+    assert any("step_00000001 stays the newest" in note for note in caught.value.__notes__)
+    assert newest(tmp_path)[0].name == "step_00000001"
+    saver.close()
+    assert not list(tmp_path.glob(".partial-*")), "what was written is removed"
+
+
+@pytest.mark.parametrize("on_failure", ["stop", "warn"])
+def test_a_state_that_cannot_be_saved(tmp_path: Path, on_failure: str, capsys: pytest.CaptureFixture[str]) -> None:
+    saver = make(tmp_path, on_failure=on_failure)
+    for number, state in enumerate([lambda: {"odd": lambda: None}, lambda: {}["missing"]]):
+        saver.save(number, state, dict)
+        if on_failure == "stop":
+            with pytest.raises(CheckpointError, match="cannot be written"):
+                saver.finish()
+        else:
+            saver.finish()
+            assert f"checkpoint of step {number}" in capsys.readouterr().out
+            assert saver.failure is not None
+    save(saver, 3, torch.ones(1))
+    saver.finish()
+    assert saver.failure is None and newest(tmp_path)[0].name == "step_00000003"
+    saver.close()
+
+
+def test_the_folder_vanished(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    saver = make(folder)
+    save(saver, 1, torch.ones(1))
+    saver.finish()
+    folder.rename(tmp_path / "elsewhere")
+    save(saver, 2, torch.ones(1))
+    with pytest.raises(CheckpointError, match="the folder is gone"):
+        saver.finish()
+    assert not folder.exists()
+    (tmp_path / "elsewhere").rename(folder)
+    save(saver, 3, torch.ones(1))
+    saver.finish()
+    assert newest(folder)[0].name == "step_00000003"
+    saver.close()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere; tests/faults mounts file systems instead")
+def test_a_folder_that_may_not_be_written_to(tmp_path: Path) -> None:
+    saver = make(tmp_path)
+    tmp_path.chmod(0o500)
+    save(saver, 2, torch.ones(1))
+    with pytest.raises(CheckpointError, match="permission denied"):
+        saver.finish()
+    tmp_path.chmod(0o700)
+    saver.close()
+
+
+def test_an_error_of_training_completes_the_checkpoint_on_its_way(tmp_path: Path, gate: threading.Event) -> None:
+    saver = make(tmp_path)
+    save(saver, 1, torch.ones(1))
+    gate.set()
+    saver.leave(RuntimeError("training failed"))
+    assert newest(tmp_path)[0].name == "step_00000001"
