@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import mpidp
 from mpidp.errors import ConfigError, MpidpError
@@ -20,6 +20,7 @@ from mpidp.world.launch import launch_facts
 if TYPE_CHECKING:
     from mpidp.options import TrainOptions
     from mpidp.tools.bench_options import AllreduceOptions, StepOptions
+    from mpidp.tools.data_options import ConvertOptions, MakeOptions, VerifyOptions
     from mpidp.world.world import World
 
 DONE, FAILED, USAGE, STOPPED_EARLY, INTERRUPTED = 0, 1, 2, 75, 130
@@ -33,7 +34,10 @@ commands:
         [--resume RUN_FOLDER | auto]         continue a run from its newest checkpoint; auto: if there is one
         [--dry-run] [--ranks N]              print shards, buckets and memory for N ranks; no MPI
         [--print-config]                     print the effective configuration; no MPI
-  data inspect FILE                          describe an HDF5 file as the loader sees it
+  data inspect FILE                          describe an HDF5 file as the loader sees it, with advice
+  data verify FILE ... [--json]              read and decode everything; alone or on all ranks
+  data convert SOURCE ... TARGET             write .npy, .npz, images, CSV or HDF5 as fast HDF5; on all cores
+  data make TARGET --field=NAME:TYPE:SIZE    write synthetic data that can be learnt
   bench allreduce [OPTIONS]                  time the mean of a buffer over the ranks, under mpiexec or srun
   bench step [OPTIONS]                       time a training step, likewise; --help lists the options
 
@@ -43,10 +47,18 @@ options:
 
 exit codes: 0 done, 1 failed, 2 usage or configuration, 75 stopped early after a save, 130 interrupted"""
 
-DATA_USAGE_TEXT = """usage: mpidp data inspect FILE
+DATA_USAGE_TEXT = """usage: mpidp data COMMAND ...
 
-Print the datasets of an HDF5 file (shape, dtype, layout, chunks, filters, size, attributes) and what the
-loader would make of them."""
+Look at data, check it, bring it into HDF5 files that are read fast, or make some.
+
+commands:
+  inspect FILE                  datasets (shape, dtype, layout, chunks, filters, size, attributes), what the loader
+                                makes of them, and advice
+  verify FILE ...               read and decode every chunk and name what is wrong; alone or under mpiexec or srun
+  convert SOURCE ... TARGET     write .npy, .npz, a folder of images, CSV or HDF5 as HDF5, on all cores of this node
+  make TARGET --field=...       write synthetic data that can be learnt
+
+mpidp data COMMAND --help lists the options"""
 
 BENCH_USAGE_TEXT = """usage: mpidp bench COMMAND [OPTIONS]
 
@@ -60,6 +72,8 @@ options of both: --repeats N, --json, --help
 fair figures on CPUs need OMP_NUM_THREADS set to the cores of a rank."""
 
 _HELP = ("-h", "--help")
+
+DataOptions = TypeVar("DataOptions", bound="VerifyOptions | ConvertOptions | MakeOptions")
 
 
 def run() -> NoReturn:
@@ -108,7 +122,8 @@ def _dispatch(words: list[str], commands: dict[str, Command], prefix: str, usage
 
 
 def _data(words: list[str]) -> int:
-    return _dispatch(words, {"inspect": _inspect}, "mpidp data", DATA_USAGE_TEXT)
+    commands: dict[str, Command] = {"inspect": _inspect, "verify": _verify, "convert": _convert, "make": _make}
+    return _dispatch(words, commands, "mpidp data", DATA_USAGE_TEXT)
 
 
 def _inspect(words: list[str]) -> int:
@@ -121,6 +136,66 @@ def _inspect(words: list[str]) -> int:
 
     _say(inspect(words[0]))
     return DONE
+
+
+def _verify(words: list[str]) -> int:
+    from mpidp.tools.data_options import VerifyOptions
+
+    options = _parsed(VerifyOptions, words)
+    if isinstance(options, int):
+        return options
+    from mpidp.tools.verify import verify_by
+
+    text, is_sound = verify_by(options)
+    _say(text)
+    if not is_sound and (world := _world()) is not None:
+        world.guard.remove()  # all ranks leave with this code: nobody has to be told
+    return DONE if is_sound else FAILED
+
+
+def _convert(words: list[str]) -> int:
+    from mpidp.tools.data_options import ConvertOptions
+
+    options = _parsed(ConvertOptions, words)
+    if isinstance(options, int):
+        return options
+    _check_alone("convert")
+    from mpidp.tools.convert_open import convert_by
+
+    _say(convert_by(options))
+    return DONE
+
+
+def _make(words: list[str]) -> int:
+    from mpidp.tools.data_options import MakeOptions
+
+    options = _parsed(MakeOptions, words)
+    if isinstance(options, int):
+        return options
+    _check_alone("make")
+    from mpidp.tools.convert_open import make_by
+
+    _say(make_by(options))
+    return DONE
+
+
+def _parsed(kind: "type[DataOptions]", words: list[str]) -> "DataOptions | int":
+    """Return the options of a data command, or the exit code where the parser has printed help or an error."""
+    from mpidp.tools.data_options import parse
+
+    try:
+        return parse(kind, words, console_outputs=launch_facts(os.environ).speaks)
+    except SystemExit as end:
+        return _parser_code(end)
+
+
+def _check_alone(command: str) -> None:
+    size = launch_facts(os.environ).size or 1
+    if size > 1:
+        raise ConfigError(
+            f"mpidp data {command} spreads its work over the cores of one node by itself; start it without mpiexec "
+            f"or srun, which started {size} of it, or with one task of many CPUs."
+        )
 
 
 def _train(words: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""The path of an HDF5 file enters; a text leaves: its datasets, and what the loader would make of them.
+"""The path of an HDF5 file enters; a text leaves: its datasets, what the loader would make of them, and advice.
 
 Behind `mpidp data inspect`.
 """
@@ -6,13 +6,16 @@ Behind `mpidp data inspect`.
 import warnings
 from collections import defaultdict
 
-from mpidp.config import DataSection
 from mpidp.errors import DataError
 from mpidp.hdf5.dataset import DataSet
 from mpidp.hdf5.describe import absolute_paths, describe
-from mpidp.hdf5.lanes import automatic_lanes
 from mpidp.hdf5.listing import DatasetInfo, list_datasets
+from mpidp.tools.advice import advice
+from mpidp.tools.amplification import Order, StoredField, amplification
+from mpidp.tools.loader_facts import loader_facts
 from mpidp.tools.table import size_text, table
+
+_ORDERS: tuple[Order, ...] = ("lanes", "full", "none")
 
 
 def inspect(path: str) -> str:
@@ -66,9 +69,12 @@ def _loader_text(path: str, datasets: tuple[DatasetInfo, ...]) -> str:
             by_rows[found.num_rows].append(dataset.name)
         except DataError as error:
             remarks.append(str(error).removeprefix(f"{path}: "))
-    texts = [_fields_text(_describe(path, names, [])) for names in by_rows.values()]
+    texts = [_fields_text(_describe(path, names, []), datasets) for names in by_rows.values()]
     if remarks:
         texts.append("\n".join(["remarks", *(f"  {remark}" for remark in remarks)]))
+    better = advice(path, datasets)
+    if better:
+        texts.append("\n".join(["advice", *(f"  {line}" for line in better)]))
     return "\n\n".join(texts)
 
 
@@ -80,19 +86,17 @@ def _describe(path: str, names: list[str], remarks: list[str]) -> DataSet:
     return found
 
 
-def _fields_text(found: DataSet) -> str:
+def _fields_text(found: DataSet, datasets: tuple[DatasetInfo, ...]) -> str:
     names = ", ".join(f'"{field.name}"' for field in found.fields)
-    (file,) = found.files
-    mixing_chunks = DataSection().mixing_chunks
-    lanes = automatic_lanes(found.num_rows, found.mean_chunk_bytes, mixing_chunks)
-    unit = "chunks" if file.chunked else "ranges (not chunked)"
-    height = min(file.range_rows, found.num_rows)
-    lines = [
-        f"data.fields = [{names}] would give",
-        f"  samples   {found.num_rows} of {size_text(found.row_bytes)} in memory",
-        f"  reading   {len(found.chunk_rows)} {unit} of {height} rows, {size_text(found.mean_chunk_bytes)} in memory",
-        f"  lanes     {lanes} by default, with {mixing_chunks} chunks of a lane mixed",
+    lines = [f"data.fields = [{names}] would give", *loader_facts(found)]
+    by_name = {dataset.name: dataset.facts for dataset in datasets}
+    stored = [
+        StoredField(facts.shape, facts.chunks, facts.dtype.itemsize)
+        for facts in (by_name[field.name] for field in found.fields)
+        if facts.shape and facts.dtype is not None
     ]
-    widened = [field for field in found.fields if field.dtype != field.stored]
-    lines += [f"  dtype     {field.name} is stored as {field.stored}, read as {field.dtype}" for field in widened]
+    if stored:
+        range_rows = found.files[0].range_rows
+        ratios = ", ".join(f"{order} {amplification(stored, range_rows, order):.1f}" for order in _ORDERS)
+        lines.append(f"  decoded   bytes for each byte used, if nothing is kept: {ratios}")
     return "\n".join(lines)

@@ -25,6 +25,7 @@ EXTRAS = {
     "tensorboard": {"tensorboardX"},
     "gpu": {"nvidia-ml-py"},
     "compression": {"hdf5plugin"},
+    "images": {"Pillow"},
 }
 
 

@@ -1,0 +1,162 @@
+"""A folder of images, a subfolder for each class, enters; a source leaves: x, the pixels, and y, the class.
+
+Needs Pillow (extra `images`). Headers are read first, so that sizes that do not agree are known at once.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpidp.errors import ConfigError, DataError
+from mpidp.hdf5.keyed import IntArray
+from mpidp.tools.convert_source import Source, SourceField, Values
+
+# Pillow's name of how pixels are kept -> type of a value, values of a pixel.
+MODES = {"L": ("u1", 1), "RGB": ("u1", 3), "RGBA": ("u1", 4), "I;16": ("u2", 1), "F": ("f4", 1)}
+_MOST_NAMED = 3
+
+
+@dataclass(frozen=True)
+class ImageOptions:
+    """How to read images: the size to bring them to, None for their own, and the mode, None for their own."""
+
+    size: tuple[int, int] | None = None
+    mode: str | None = None
+
+
+class ImageSource(Source):
+    """Images of one size and mode, in the order of class and file name. `size` is width x height."""
+
+    def __init__(self, folder: str, options: ImageOptions) -> None:
+        _pillow()
+        self._folder = Path(folder)
+        self._options = options
+        self._remarks: list[str] = []
+        self._classes = sorted(path.name for path in self._folder.iterdir() if path.is_dir() and not _is_hidden(path))
+        self._files, labels = self._list()
+        self._labels = np.array(labels, np.int64)
+        self._size, self._mode = self._survey()
+
+    @property
+    def fields(self) -> tuple[SourceField, ...]:
+        """x, of (channels, height, width), and y."""
+        code, channels = MODES[self._mode]
+        width, height = self._size
+        x = SourceField("x", len(self._files), (channels, height, width), np.dtype(code), {})
+        return x, SourceField("y", len(self._files), (), np.dtype(np.int64), {})
+
+    @property
+    def texts(self) -> Mapping[str, Sequence[str]]:
+        """The names of the classes."""
+        return {"y_classes": self._classes}
+
+    @property
+    def remarks(self) -> Sequence[str]:
+        """Files that are no images."""
+        return self._remarks
+
+    def take(self, names: Sequence[str], rows: IntArray) -> Values:
+        """Return pixels and classes."""
+        values: Values = {"y": self._labels[rows]} if "y" in names else {}
+        if "x" in names:
+            field = self.fields[0]
+            x = np.empty((len(rows), *field.shape), field.dtype)
+            for place, row in enumerate(rows.tolist()):
+                x[place] = self._pixels(self._folder / self._files[row])
+            values["x"] = x
+        return values
+
+    def identity(self) -> dict[str, Any]:
+        """Return the files by number, total size and newest change, and how they are read."""
+        stats = [(self._folder / name).stat() for name in self._files]
+        found = [len(stats), sum(s.st_size for s in stats), max(s.st_mtime_ns for s in stats)]
+        return {"source": [str(self._folder.absolute()), *found], "options": str(self._options)}
+
+    def _list(self) -> tuple[list[str], list[int]]:
+        suffixes = set(_pillow().registered_extensions())
+        files: list[str] = []
+        labels: list[int] = []
+        others: list[str] = []
+        for label, name in enumerate(self._classes):
+            for path in sorted((self._folder / name).rglob("*")):
+                if path.is_file() and not _is_hidden(path):
+                    is_image = path.suffix.lower() in suffixes
+                    (files if is_image else others).append(str(path.relative_to(self._folder)))
+                    labels += [label] * is_image
+        if not files:
+            raise DataError(
+                f"{self._folder}: no images in its subfolders ({', '.join(self._classes) or 'there are none'}); "
+                "expected a subfolder for each class, with the images of that class in it"
+            )
+        if others:
+            more = ", ..." if len(others) > _MOST_NAMED else ""
+            self._remarks.append(f"{len(others)} files are no images and left out: {', '.join(others[:3])}{more}")
+        return files, labels
+
+    def _survey(self) -> tuple[tuple[int, int], str]:
+        """Return the size and mode that all images have, or are brought to."""
+        size, mode = self._options.size, self._options.mode
+        first = ""
+        for name in self._files:
+            with self._image(self._folder / name) as image:
+                if not first:
+                    first = name
+                    size, mode = size or image.size, mode or image.mode
+                if self._options.size is None and image.size != size:
+                    raise DataError(
+                        f"{self._folder}: {first} is {_size_text(size)}, {name} is {_size_text(image.size)}; all must "
+                        "have one size, or be brought to it by --resize=WIDTHxHEIGHT"
+                    )
+                if self._options.mode is None and image.mode != mode:
+                    raise DataError(
+                        f"{self._folder}: {first} has mode {mode}, {name} has {image.mode}; all must have one, or be "
+                        "brought to it by --mode=L (grey) or --mode=RGB"
+                    )
+        assert size is not None and mode is not None
+        if mode not in MODES:
+            raise DataError(f"{self._folder}: images have mode {mode}; give --mode=L (grey), --mode=RGB or --mode=RGBA")
+        return size, mode
+
+    def _pixels(self, path: Path) -> npt.NDArray[Any]:
+        """Return (channels, height, width)."""
+        with self._image(path) as image:
+            try:
+                image.load()  # what was opened is not yet decoded
+                converted = image if image.mode == self._mode else image.convert(self._mode)
+                sized = converted if converted.size == self._size else converted.resize(self._size, _pillow().BILINEAR)
+            except (OSError, ValueError, SyntaxError) as error:
+                raise DataError(f"{path}: cannot be decoded: {error}; mend or remove it") from error
+            pixels = np.asarray(sized)
+        return pixels[None] if pixels.ndim == 2 else np.moveaxis(pixels, -1, 0)
+
+    @contextmanager
+    def _image(self, path: Path) -> Iterator[Any]:
+        try:
+            image = _pillow().open(path)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read as an image: {error}; mend or remove it") from error
+        with image:
+            yield image
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ConfigError("images need the package Pillow: pip install 'mpidp[images]'") from error
+    Image.init()
+    return Image
+
+
+def _is_hidden(path: Path) -> bool:
+    return path.name.startswith(".")
+
+
+def _size_text(size: tuple[int, int] | None) -> str:
+    assert size is not None
+    return f"{size[0]}x{size[1]}"

@@ -1,0 +1,149 @@
+"""A source and settings enter; the datasets to write and the tasks that make them leave. Arithmetic only."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from mpidp.errors import ConfigError, DataError
+from mpidp.hdf5.bijection import Bijection
+from mpidp.hdf5.keyed import IntArray
+from mpidp.hdf5.write import MOST_CHUNK_BYTES, Filters, NewDataset
+from mpidp.tools.convert_source import Source, SourceField
+
+DEFAULT_CHUNK_BYTES = 512 << 10
+# Small files get smaller chunks, down to this: lanes and ranks need some chunks to share.
+SMALL_CHUNK_BYTES, ENOUGH_CHUNKS = 16 << 10, 64
+# A task is long beside the messages that deal it, and short beside the memory of any machine.
+TASK_BYTES = 4 << 20
+# Rows as they came, rows in HDF5's memory, the part of the source being read, and results on their way twice.
+COPIES = 5
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the file is to be written; `chunk_rows` and `chunk_bytes` are 0 where the default is wanted."""
+
+    filters: Filters
+    chunk_rows: int = 0
+    chunk_bytes: int = 0
+    shuffle_seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Fields with equal numbers of rows, by number. They have chunks of equal height and are made together."""
+
+    fields: tuple[int, ...]
+    num_rows: int
+    chunk_rows: int
+    task_rows: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """Rows [start, stop) of the target, of all fields of a group; `start` begins a chunk."""
+
+    number: int
+    group: Group
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is written where."""
+
+    datasets: tuple[NewDataset, ...]
+    groups: tuple[Group, ...]
+    layout: Layout
+
+    @cached_property
+    def tasks(self) -> tuple[Task, ...]:
+        """All tasks, in the order of the target's rows."""
+        return tuple(Task(number, *bounds) for number, bounds in enumerate(self._bounds()))
+
+    def rows(self, task: Task) -> IntArray:
+        """Return the source's rows (int64) that become rows [start, stop) of the target."""
+        places = np.arange(task.start, task.stop, dtype=np.int64)
+        if self.layout.shuffle_seed is None:
+            return places
+        return Bijection(task.group.num_rows, self.layout.shuffle_seed, 0)(places)
+
+    def with_task_rows(self, task_rows: list[int]) -> "Plan":
+        """Return the same plan cut into the tasks of an earlier start."""
+        groups = tuple(replace(group, task_rows=rows) for group, rows in zip(self.groups, task_rows, strict=True))
+        return replace(self, groups=groups)
+
+    def identity(self) -> dict[str, Any]:
+        """Return what must be the same (as JSON) for a conversion to be continued."""
+        return {
+            "datasets": [[new.name, list(new.shape), str(new.dtype), new.chunk_rows] for new in self.datasets],
+            "filters": str(self.layout.filters),
+            "shuffle_rows": self.layout.shuffle_seed,
+        }
+
+    def _bounds(self) -> Iterator[tuple[Group, int, int]]:
+        for group in self.groups:
+            for start in range(0, group.num_rows, group.task_rows):
+                yield group, start, min(start + group.task_rows, group.num_rows)
+
+
+def make_plan(source: Source, layout: Layout, memory_bytes: int, workers: int) -> Plan:
+    """Cut a conversion into tasks.
+
+    Raises:
+        ConfigError: rows of datasets of different length cannot be shuffled together.
+        DataError: a field without values, or a row too large for a chunk.
+    """
+    fields = source.fields
+    for field in fields:
+        if field.row_bytes == 0:
+            raise DataError(
+                f'dataset "{field.name}" has rows of shape {field.shape}, which hold no values; leave it out'
+            )
+    lengths = {field.name: field.num_rows for field in fields}
+    if layout.shuffle_seed is not None and len(set(lengths.values())) > 1:
+        found = ", ".join(f'"{name}" has {length}' for name, length in lengths.items())
+        raise ConfigError(
+            f"--shuffle-rows needs datasets of one length: {found}. Convert those that belong together by --fields."
+        )
+    task_bytes = TASK_BYTES if layout.shuffle_seed is None else memory_bytes // (COPIES * workers)
+    groups: list[Group] = []
+    for length in dict.fromkeys(lengths.values()):
+        members = tuple(number for number, field in enumerate(fields) if field.num_rows == length)
+        groups.append(_group(members, [fields[number] for number in members], layout, task_bytes))
+    chunk_rows = {number: group.chunk_rows for group in groups for number in group.fields}
+    datasets = tuple(
+        NewDataset(field.name, (field.num_rows, *field.shape), field.dtype, chunk_rows[number], field.attributes)
+        for number, field in enumerate(fields)
+    )
+    return Plan(datasets, tuple(groups), layout)
+
+
+def default_chunk_rows(num_rows: int, row_bytes: int) -> int:
+    """Return the chunk height that is used where the user names none."""
+    usual = DEFAULT_CHUNK_BYTES // row_bytes
+    small = max(num_rows // ENOUGH_CHUNKS, SMALL_CHUNK_BYTES // row_bytes)
+    return max(1, min(usual, small, num_rows))
+
+
+def _group(numbers: tuple[int, ...], fields: list[SourceField], layout: Layout, task_bytes: int) -> Group:
+    num_rows = fields[0].num_rows
+    largest = max(fields, key=lambda field: field.row_bytes)
+    if layout.chunk_rows:
+        chunk_rows = layout.chunk_rows
+    elif layout.chunk_bytes:
+        chunk_rows = layout.chunk_bytes // largest.row_bytes
+    else:
+        chunk_rows = default_chunk_rows(num_rows, largest.row_bytes)
+    chunk_rows = max(1, min(chunk_rows, num_rows))
+    if chunk_rows * largest.row_bytes > MOST_CHUNK_BYTES:
+        raise DataError(
+            f'dataset "{largest.name}": chunks of {chunk_rows} rows of {largest.row_bytes} bytes are larger than the '
+            f"{MOST_CHUNK_BYTES} bytes that HDF5 allows; ask for less by --chunk-rows, or split the samples"
+        )
+    row_bytes = sum(field.row_bytes for field in fields)
+    return Group(numbers, num_rows, chunk_rows, max(1, task_bytes // (row_bytes * chunk_rows)) * chunk_rows)

@@ -1,0 +1,178 @@
+"""The words after `mpidp data verify`, `convert` or `make` enter, an options dataclass leaves. Starts no MPI."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal, TypeVar
+
+import tyro
+
+from mpidp.errors import ConfigError
+
+Options = TypeVar("Options", bound="VerifyOptions | ConvertOptions | MakeOptions")
+
+_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that a number with an optional unit means, such as 512KiB; raises `ValueError`."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]iB|B|)", text)
+    if found is None:
+        raise ValueError(f"{text}; expected bytes, such as 65536, 512KiB, 1.5MiB or 2GiB")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+_Size = Annotated[
+    int,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="BYTES",
+        instance_from_str=lambda words: parse_size(words[0]),
+        is_instance=lambda value: isinstance(value, int),
+        str_from_instance=lambda size: [str(size)],
+    ),
+]
+_Names = Annotated[
+    tuple[str, ...],
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="NAME,NAME",
+        instance_from_str=lambda words: tuple(words[0].split(",")),
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=lambda names: [",".join(names)],
+    ),
+]
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """Read and decode every chunk of HDF5 files and name all that is wrong.
+
+    Findings are chunks that cannot be read or decoded (checksums included), chunks that were never written, values
+    that are not finite, uint64 values that int64 cannot hold, and links, virtual datasets and external files that
+    lead nowhere. Exit code 1 when there is one. Alone, or on all ranks under mpiexec or srun, which share the chunks.
+    """
+
+    files: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE ...")]
+    """HDF5 files."""
+    limit: int = 20
+    """How many findings are named for each file; the others are counted."""
+    json: bool = False
+    """Print one line of JSON instead of text."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """How a file is written."""
+
+    compression: Annotated[str, tyro.conf.arg(metavar="NAME[:LEVEL]")] = "gzip:4"
+    """none, gzip:0-9, lzf, and with the extra `compression` zstd:1-22, lz4, blosc-lz4:0-9, blosc-zstd:0-9."""
+    no_byte_shuffle: bool = False
+    """Compress values as they are, instead of bytes of equal significance together (HDF5's shuffle filter)."""
+    fletcher32: bool = False
+    """End each chunk with a checksum, which HDF5 checks whenever it reads the chunk."""
+    chunk_rows: int = 0
+    """Rows of a chunk; 0 for what gives chunks of up to 512 KiB, and at least 64 chunks where rows are few."""
+    chunk_bytes: _Size = 0
+    """Instead: the size of a chunk of the largest dataset, such as 512KiB or 1MiB."""
+    workers: int = 0
+    """Processes that read and compress; 0 for one a core."""
+    overwrite: bool = False
+    """Replace the target if it exists, when its successor is complete."""
+
+
+@dataclass(frozen=True)
+class ConvertOptions(Written):
+    """Write data as an HDF5 file that is read fast: mpidp data convert SOURCE [SOURCE ...] TARGET.
+
+    A SOURCE is .npy files (each becomes a dataset of its name), an .npz file, a folder of images with a subfolder for
+    each class (x, y), a .csv file (x, and y by --label), or an HDF5 file (all datasets, or --fields; attributes are
+    kept). The work is spread over the cores of this node. After a kill the same command goes on where it was; the
+    target appears when it is complete. Until then TARGET.part* beside it take up to twice its size.
+    """
+
+    paths: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE ... TARGET")] = ()
+    """What to convert, and last the HDF5 file to write."""
+    fields: _Names = ()
+    """HDF5 and .npz: only these datasets."""
+    shuffle_rows: int | None = None
+    """Write the rows in a random order that follows from this seed, the same for all datasets."""
+    memory: _Size = 1 << 30
+    """With --shuffle-rows: what all workers together may hold. HDF5 is read 5 x workers x its size / memory times."""
+    resize: Annotated[str | None, tyro.conf.arg(metavar="WIDTHxHEIGHT")] = None
+    """Images: bring all to this size."""
+    mode: Literal["L", "RGB", "RGBA"] | None = None
+    """Images: bring all to grey (L), RGB or RGBA."""
+    label: str | None = None
+    """CSV: the column that becomes y. Words become numbers; their names are kept in y_classes."""
+    columns: _Names = ()
+    """CSV: the columns of x; all but the label if not given."""
+    dtype: Literal["float32", "float64"] = "float32"
+    """CSV: the type of x."""
+    delimiter: str = ","
+    """CSV: what separates cells; \\t for a tab."""
+    no_header: bool = False
+    """CSV: the first line holds numbers; columns are called 0, 1, 2, ..."""
+    empty_as_nan: bool = False
+    """CSV: empty cells become NaN instead of an error."""
+
+
+@dataclass(frozen=True)
+class MakeOptions(Written):
+    """Write synthetic data that can be learnt: mpidp data make TARGET --field=x:float32:3,32,32 --field=y:int64.
+
+    A whole-number field without a shape is the class of the row. Other values scatter around a pattern of the class.
+    Values follow from the seed, whatever the chunks, filters and workers.
+    """
+
+    target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")] = ""
+    """The HDF5 file to write."""
+    rows: int = 1000
+    """Number of rows."""
+    field: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME:TYPE[:SIZE,SIZE]")] = ()
+    """A dataset, such as x:float32:3,32,32 or y:int64; give it once for each."""
+    classes: int = 10
+    """Number of classes."""
+    seed: int = 0
+    """What everything random follows from."""
+
+
+def parse(kind: type[Options], words: Sequence[str], console_outputs: bool = True) -> Options:
+    """Read the words after `mpidp data verify`, `convert` or `make`.
+
+    Raises `ConfigError` for a value that cannot be used; `SystemExit` 0 after help, 2 after an error that the parser
+    has printed (if `console_outputs`).
+    """
+    names: dict[type, str] = {VerifyOptions: "verify", ConvertOptions: "convert", MakeOptions: "make"}
+    options = tyro.cli(
+        kind,
+        prog=f"mpidp data {names[kind]}",
+        args=list(words),
+        console_outputs=console_outputs,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    if isinstance(options, VerifyOptions):
+        _check_verify(options)
+    else:
+        _check_written(options)
+    return options
+
+
+def _check_verify(options: VerifyOptions) -> None:
+    if not options.files:
+        raise ConfigError("mpidp data verify takes at least one FILE.")
+    if options.limit < 1:
+        raise ConfigError(f"--limit={options.limit}; expected at least 1.")
+
+
+def _check_written(options: Written) -> None:
+    if options.chunk_rows < 0:
+        raise ConfigError(f"--chunk-rows={options.chunk_rows}; expected a number of rows, or 0 for the default.")
+    if options.chunk_rows and options.chunk_bytes:
+        raise ConfigError("--chunk-rows and --chunk-bytes say the same thing; give one of them.")
+    if options.workers < 0:
+        raise ConfigError(f"--workers={options.workers}; expected a number of processes, or 0 for one a core.")
+    if isinstance(options, ConvertOptions) and len(options.paths) < 2:
+        raise ConfigError("mpidp data convert takes SOURCE and TARGET; see mpidp data convert --help.")
+    if isinstance(options, MakeOptions) and not options.target:
+        raise ConfigError("mpidp data make takes the TARGET to write; see mpidp data make --help.")
