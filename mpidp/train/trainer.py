@@ -22,7 +22,7 @@ from mpidp.train.progress import Progress
 from mpidp.train.recorder import Recorder
 from mpidp.train.remembered_reducer import remember, wrap
 from mpidp.train.requeue import choose_resume, for_array_task
-from mpidp.train.resume import restore, save
+from mpidp.train.resume import make_saver, restore, save
 from mpidp.train.run_folder import RunFolder
 from mpidp.train.signature import check_same
 from mpidp.train.stop import StopSignal
@@ -71,8 +71,9 @@ class Trainer:
         self.step = 0
         self.samples_since_combined = 0
         rng.seed_all(config.run.seed, world.rank, self.step)
-        metrics_bytes = restore(self, resume) if resume else 0
+        metrics_bytes, newest = restore(self, resume) if resume else (0, None)
         self.folder = RunFolder.reopen(resume, world) if resume else RunFolder.create(config, world)
+        self.saver = make_saver(self, newest)
         remember(self.model, self.folder.path)
         self.first_step, self.saved_step = self.step, self.step if resume else -1
         progress = Progress(world.rank == 0, self.step, self.step + self._steps_left(), config.log.progress_s)
@@ -85,20 +86,16 @@ class Trainer:
         """Trains to the last epoch, or until it is asked to stop; returns by what, or "". Collective."""
         start = time.perf_counter()
         try:
-            self.recorder.progress.line(describe_start(self))
-            for epoch in range(self.loader.epoch, self.config.train.epochs):
-                if not self._all_steps_done(epoch):
-                    self._train_epoch(epoch)
-                self._evaluate(epoch)
-                if self.stopped:
-                    break
-                self.recorder.progress.line(describe_epoch(self, epoch))
-                self._save_after(epoch)
+            self._train_epochs()
+        except BaseException as error:
+            self.saver.leave(error)
+            raise
         finally:
             self.recorder.close()
             self.loader.close()
             self.folder.close()
         if self.stopped:
+            self._check_saved()
             self.world.say(describe_stop(self))
             return self.stopped
         self.stop.close()
@@ -109,7 +106,27 @@ class Trainer:
         if self.world.rank == 0 and self.on_end:
             self.on_end(module, self.config)  # on one rank: a plain module, whose backward reduces nothing
         self.world.barrier()
+        self._check_saved()
         return ""
+
+    def _train_epochs(self) -> None:
+        """To the last epoch, or until the run is asked to stop; the last checkpoint is complete then."""
+        self.recorder.progress.line(describe_start(self))
+        for epoch in range(self.loader.epoch, self.config.train.epochs):
+            if not self._all_steps_done(epoch):
+                self._train_epoch(epoch)
+            self._evaluate(epoch)
+            if self.stopped:
+                break
+            self.recorder.progress.line(describe_epoch(self, epoch))
+            self._save_after(epoch)
+        self.saver.finish()
+        self.saver.close()
+
+    def _check_saved(self) -> None:
+        """Raises why the last checkpoint could not be written: a run that lost its end is no success."""
+        if self.saver.failure is not None:
+            raise self.saver.failure
 
     def _all_steps_done(self, epoch: int) -> bool:
         """Whether the run was resumed from a checkpoint of this epoch's last step, before the evaluation."""
@@ -126,6 +143,7 @@ class Trainer:
             if batch is None:
                 break
             self._train_step(batch)
+            self.saver.poll()
             if _is_due(self.config.log.every_steps, self.step):
                 self.recorder.record_training(self.step, epoch, self.optimizer)
             if _is_due(self.config.checkpoint.every_steps, self.step):
@@ -204,7 +222,7 @@ class Trainer:
             self._save(epoch)
 
     def _save(self, epoch: int) -> None:
-        """A checkpoint of this step, unless there is one already. Collective."""
+        """Begins a checkpoint of this step, unless there is one already. Collective."""
         if self.saved_step == self.step:
             return
         # The records of an interval must not depend on whether the run was resumed inside it.
