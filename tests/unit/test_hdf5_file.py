@@ -1,10 +1,11 @@
-"""What `describe` says of HDF5 files, right and wrong ones, and what `Reader` reads."""
+"""What `describe` says of HDF5 files, right and wrong ones, and what `Reader` and `RowReader` read."""
 
 import errno
 import fcntl
 import os
 import pickle
 from collections.abc import Callable
+from contextlib import closing
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ import pytest
 
 from mpidp.errors import DataError
 from mpidp.hdf5 import file as file_module
+from mpidp.hdf5.dataset import DataSet
 from mpidp.hdf5.describe import check_present, describe
 from mpidp.hdf5.reader import Reader
+from mpidp.hdf5.rows import RowReader
 
 DTYPES = ["?", "i1", "<i2", ">i4", "i8", "u1", ">u2", "u4", "u8", "<f2", ">f4", "f8", "c8", ">c16"]
 STORAGE: dict[str, dict[str, Any]] = {
@@ -38,6 +41,15 @@ def make(path: Path, **datasets: Any) -> Path:
     return path
 
 
+def read_rows(dataset: DataSet, start: int, stop: int, number: int = 0) -> np.ndarray:
+    """Rows of one field of the first file, as batches hold them."""
+    field = dataset.fields[number]
+    into = np.empty((stop - start, *field.shape), field.dtype)
+    with closing(RowReader(dataset)) as reader:
+        reader.read(0, number, start, stop, into)
+    return into
+
+
 @pytest.mark.parametrize("storage", STORAGE)
 @pytest.mark.parametrize("code", DTYPES)
 def test_reads_what_h5py_reads(tmp_path: Path, code: str, storage: str) -> None:
@@ -45,12 +57,13 @@ def test_reads_what_h5py_reads(tmp_path: Path, code: str, storage: str) -> None:
     values = (np.arange(10 * 3) % 100).reshape(10, 3).astype(code)
     dataset = describe(make(tmp_path / "a.h5", x=(values, STORAGE[storage])), ("x",))
     field = dataset.fields[0]
+    assert dataset.files[0].slow == ("",)
+    for start, stop in ((0, 10), (2, 5), (9, 10)):
+        np.testing.assert_array_equal(read_rows(dataset, start, stop), values[start:stop])
+    assert field.dtype.isnative
     reader = Reader(dataset)
-    for start, stop in ((0, 10), (2, 5), (9, 10), (3, 3)):
-        found = reader.read(0, field, start, stop)
-        np.testing.assert_array_equal(found, values[start:stop])
-        assert found.dtype == field.dtype
-        assert found.dtype.isnative
+    found = reader.read(0, field, 2, 5)
+    np.testing.assert_array_equal(found, values[2:5])
     reader.close()
     wider = {"u2": "i4", "u4": "i8", "u8": "i8"}
     assert field.dtype == np.dtype(wider.get(code.lstrip("<>"), code)).newbyteorder("=")
@@ -65,25 +78,30 @@ def test_widening_keeps_large_values(tmp_path: Path) -> None:
         large=np.array([2**63 - 1, 2**63], "u8"),
     )
     dataset = describe(path, ("small", "medium", "large"))
-    reader = Reader(dataset)
-    small, medium, large = dataset.fields
-    assert reader.read(0, small, 0, 2).tolist() == [0, 65535]
-    assert reader.read(0, medium, 0, 2).tolist() == [0, 2**32 - 1]
-    assert reader.read(0, large, 0, 1).tolist() == [2**63 - 1]
-    with pytest.raises(DataError, match=r'"large", rows 0 to 1 holds 9223372036854775808.*int64'):
-        reader.read(0, large, 0, 2)
-    reader.close()
+    assert read_rows(dataset, 0, 2, 0).tolist() == [0, 65535]
+    assert read_rows(dataset, 0, 2, 1).tolist() == [0, 2**32 - 1]
+    assert read_rows(dataset, 0, 1, 2).tolist() == [2**63 - 1]
+    with pytest.raises(DataError, match=r'"large", rows 0 to 1: holds 9223372036854775808.*int64'):
+        read_rows(dataset, 0, 2, 2)
 
 
 def test_chunks_follow_the_field_with_most_bytes(tmp_path: Path) -> None:
     y = (np.zeros(10, "i1"), {"chunks": (7,)})
-    x = (np.zeros((10, 3)), {"chunks": (4, 2)})
+    x = (np.zeros((10, 3000)), {"chunks": (4, 2000)})
     dataset = describe([make(tmp_path / "a.h5", x=x, y=y), make(tmp_path / "b.h5", x=x, y=y)], ("y", "x"))
     assert dataset.chunk_rows.tolist() == [4, 4, 2, 4, 4, 2]
     assert dataset.chunk_starts.tolist() == [0, 4, 8, 10, 14, 18]
     assert [dataset.file_of(row) for row in (0, 9, 10, 19)] == [(0, 0), (0, 9), (1, 0), (1, 9)]
-    assert (dataset.num_rows, dataset.row_bytes) == (20, 25)
-    assert pickle.loads(pickle.dumps(dataset)) == dataset
+    assert (dataset.num_rows, dataset.row_bytes) == (20, 24001)
+    again = pickle.loads(pickle.dumps(dataset))
+    assert again.fields == dataset.fields and again.paths == dataset.paths
+    np.testing.assert_array_equal(again.files[1].storages[0].offsets, dataset.files[1].storages[0].offsets)
+
+
+def test_small_chunks_are_read_several_at_a_time(tmp_path: Path) -> None:
+    """A read of 64 KiB at least, in whole chunks, so that the table of ranges stays small."""
+    dataset = describe(make(tmp_path / "a.h5", x=(np.zeros((5000, 5)), {"chunks": (7, 5)})), ("x",))
+    assert dataset.chunk_rows.tolist() == [234 * 7, 234 * 7, 234 * 7, 5000 - 3 * 234 * 7]
 
 
 def test_contiguous_rows_are_read_by_the_mebibyte(tmp_path: Path) -> None:
@@ -175,7 +193,6 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "fixed string": (_holds(x=np.array([b"a"])), "has type string"),
     "variable length": (_of_type(h5py.vlen_dtype(np.int32)), "has type variable-length array"),
     "reference": (_of_type(h5py.ref_dtype), "has type object or region reference"),
-    "enum": (_of_type(h5py.enum_dtype({"A": 1}, "i4")), "has type enum"),
     "compound": (_of_type(np.dtype([("a", "i4")])), "has type compound"),
     "array type": (_of_type(np.dtype(("f4", (3,)))), "has type array"),
     "opaque": (_of_type(np.dtype("V4")), "has type opaque"),
@@ -210,7 +227,21 @@ def test_files_of_one_data_set_must_agree(tmp_path: Path, other: np.ndarray) -> 
 def test_files_may_differ_in_byte_order_and_layout(tmp_path: Path) -> None:
     first = make(tmp_path / "a.h5", x=np.arange(3, dtype=">i4"))
     second = make(tmp_path / "b.h5", x=(np.arange(3, dtype="<i4"), {"chunks": (2,)}))
-    assert describe([first, second], ("x",)).chunk_rows.tolist() == [3, 2, 1]
+    dataset = describe([first, second], ("x",))
+    assert dataset.num_rows == 6
+    with closing(RowReader(dataset)) as reader:
+        into = np.empty((2, 3), "i4")
+        reader.read(0, 0, 0, 3, into[0])
+        reader.read(1, 0, 0, 3, into[1])
+    assert into.tolist() == [[0, 1, 2]] * 2
+
+
+def test_enumerations_are_their_numbers(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", data=[3, 1], dtype=h5py.enum_dtype({"A": 1, "B": 3}, ">i2"))
+    dataset = describe(tmp_path / "a.h5", ("x",))
+    assert dataset.fields[0].dtype == np.dtype("i2")
+    assert read_rows(dataset, 0, 2).tolist() == [3, 1]
 
 
 def test_paths_and_fields_that_cannot_be(tmp_path: Path) -> None:
@@ -322,38 +353,36 @@ def test_errors_that_may_pass(
     """Behaviour 29: bounded retries for errors of the network, then file, dataset and rows are named."""
     dataset = describe(make(tmp_path / "a.h5", x=[5, 6]), ("x",))
     pauses: list[float] = []
-    monkeypatch.setattr(file_module.time, "sleep", pauses.append)
+    monkeypatch.setattr("mpidp.hdf5.retry.time.sleep", pauses.append)
     monkeypatch.setattr("mpidp.hdf5.reader.open_file", _Flaky(failures, error))
     reader = Reader(dataset)
     if works:
         assert reader.read(0, dataset.fields[0], 0, 1).tolist() == [5]
         assert len(pauses) == failures
     else:
-        with pytest.raises(DataError, match=r'a\.h5: dataset "x", rows 0 to 0 cannot be read'):
+        with pytest.raises(DataError, match="cannot be read; the file may be damaged"):
             reader.read(0, dataset.fields[0], 0, 1)
         assert len(pauses) <= 3
 
 
 def test_damaged_chunk_is_named(tmp_path: Path) -> None:
     """Behaviour 29: a chunk that cannot be decompressed."""
-    values = np.random.default_rng(0).normal(size=(64, 8))
-    path = make(tmp_path / "a.h5", x=(values, {"chunks": (16, 8), "compression": "gzip"}))
+    values = np.random.default_rng(0).normal(size=(64, 1024))
+    path = make(tmp_path / "a.h5", x=(values, {"chunks": (16, 1024), "compression": "gzip"}))
     with h5py.File(path) as file:
-        chunk = file["x"].id.get_chunk_info(2)
+        chunk = file["x"].id.get_chunk_info(1)
     with path.open("r+b") as raw:
         raw.seek(chunk.byte_offset + 10)
         raw.write(bytes(200))
     dataset = describe(path, ("x",))
-    reader = Reader(dataset)
-    assert reader.read(0, dataset.fields[0], 0, 16).shape == (16, 8)
-    with pytest.raises(DataError, match='"x", rows 32 to 47 cannot be read; the file may be damaged'):
-        reader.read(0, dataset.fields[0], 32, 48)
-    reader.close()
+    assert read_rows(dataset, 0, 16).shape == (16, 1024)
+    with pytest.raises(DataError, match='"x", rows 16 to 31: chunk at byte .*a.h5: filter deflate cannot be undone'):
+        read_rows(dataset, 16, 32)
 
 
-def _read_in_child(reader: Reader, results: Any) -> None:
+def _read_in_child(reader: RowReader, results: Any) -> None:
     try:
-        reader.read(0, reader._dataset.fields[0], 0, 1)
+        reader.read(0, 0, 0, 1, np.empty(1, np.int64))
     except DataError as error:
         results.put(str(error))
     else:
@@ -362,10 +391,9 @@ def _read_in_child(reader: Reader, results: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_is_refused(tmp_path: Path) -> None:
-    """An HDF5 file shared over a fork gives wrong data."""
-    dataset = describe(make(tmp_path / "a.h5", x=[5, 6]), ("x",))
-    reader = Reader(dataset)
-    reader.read(0, dataset.fields[0], 0, 1)
+    """Files and threads shared over a fork give wrong data."""
+    reader = RowReader(describe(make(tmp_path / "a.h5", x=[5, 6]), ("x",)))
+    reader.read(0, 0, 0, 1, np.empty(1, np.int64))
     context = get_context("fork")
     results = context.SimpleQueue()
     child = context.Process(target=_read_in_child, args=(reader, results))
