@@ -42,7 +42,7 @@ def convert(
         target: path of the file to write.
         layout: chunks, filters, order.
         workers: processes that read and encode; 0 for one a core that this process may use.
-        memory_bytes: how much all workers together may hold when rows are shuffled.
+        memory_bytes: how much all workers together may hold; more only where a single chunk needs it.
         overwrite: whether a file of that name may be replaced.
         speaks: whether to tell of progress on the standard error.
 
@@ -59,12 +59,7 @@ def convert(
     try:
         plan = plan.with_task_rows(log.task_rows)
         _encode(source, plan, log, workers, speaks)
-        assembled = f"{path}.part.h5"
-        write_file(assembled, plan.datasets, layout.filters, log.chunks(), source.texts, source.template)
-        if not overwrite:
-            _check_absent(path)  # once more: it took a while
-        os.replace(assembled, path)
-        _flush_folder(path)
+        _publish(source, plan, log, path, overwrite)
     finally:
         log.close()
     log.remove()
@@ -97,6 +92,16 @@ def _encode(source: Source, plan: Plan, log: PartLog, workers: int, speaks: bool
         for task, chunks in encode_all(source, plan, todo, workers):
             log.add(task.number, chunks)
             ticker.add(task_bytes(plan, task))
+
+
+def _publish(source: Source, plan: Plan, log: PartLog, path: str, overwrite: bool) -> None:
+    """Put the chunks together in a file of another name, and rename it when it is on the disk."""
+    assembled = f"{path}.part.h5"
+    write_file(assembled, plan.datasets, plan.layout.filters, log.chunks(), source.texts, source.template)
+    if not overwrite:
+        _check_absent(path)  # once more: it took a while
+    os.replace(assembled, path)
+    _flush_folder(path)
 
 
 def _checked_target(target: str, overwrite: bool) -> str:

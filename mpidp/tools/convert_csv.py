@@ -7,30 +7,18 @@ import array
 import csv
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mpidp.errors import ConfigError, DataError
 from mpidp.hdf5.keyed import IntArray
+from mpidp.tools.convert_csv_options import CsvOptions, choose, is_integer, is_number
 from mpidp.tools.convert_source import Source, SourceField, Values, file_identity, is_run
 
 LABELS, CLASSES = "y", "y_classes"
-
-
-@dataclass(frozen=True)
-class CsvOptions:
-    """How to read a CSV file."""
-
-    label: str | None = None
-    columns: tuple[str, ...] = ()
-    dtype: Literal["float32", "float64"] = "float32"
-    delimiter: str = ","
-    has_header: bool = True
-    empty_as_nan: bool = False
 
 
 class CsvSource(Source):
@@ -42,7 +30,7 @@ class CsvSource(Source):
         self._width = 0  # not known yet
         names = self._header()
         self._width = len(names)
-        self._columns, self._label = _choose(path, names, options)
+        self._columns, self._label = choose(path, names, options)
         self._names = names
         self._starts_path = scratch / "row_starts.npy"
         self._classes, self._label_type = self._scan()
@@ -88,7 +76,7 @@ class CsvSource(Source):
         cells = [cell.strip() for cell in self._cells(first.removeprefix(b"\xef\xbb\xbf"), 1)]
         if not self._options.has_header:
             return [str(number) for number in range(len(cells))]
-        if all(map(_is_number, cells)):
+        if all(map(is_number, cells)):
             raise ConfigError(
                 f"{self._path}: its first line holds numbers only, {cells[:4]}; give --no-header if it has no names"
             )
@@ -112,9 +100,9 @@ class CsvSource(Source):
                 position += len(line)
         self._starts_path.parent.mkdir(exist_ok=True)
         np.save(self._starts_path, np.frombuffer(starts, np.int64) if starts else np.zeros(0, np.int64))
-        if all(map(_is_integer, labels)):
+        if all(map(is_integer, labels)):
             return (), np.dtype(np.int64)
-        if all(map(_is_number, labels)):
+        if all(map(is_number, labels)):
             return (), np.dtype(self._options.dtype)
         return tuple(sorted(labels)), np.dtype(np.int64)
 
@@ -190,30 +178,3 @@ class CsvSource(Source):
             return open(self._path, "rb")
         except OSError as error:
             raise DataError(f"{self._path}: cannot be read: {error.strerror}") from error
-
-
-def _choose(path: str, names: list[str], options: CsvOptions) -> tuple[list[int], int | None]:
-    """Return the columns of x and of the label; raises `ConfigError` for names that are not there."""
-    for name in (*options.columns, *([options.label] if options.label is not None else [])):
-        if name not in names:
-            raise ConfigError(f'{path}: no column "{name}"; its columns are {", ".join(names)}')
-    label = names.index(options.label) if options.label is not None else None
-    chosen = [names.index(name) for name in options.columns] or [n for n in range(len(names)) if n != label]
-    if not chosen:
-        raise ConfigError(f"{path}: no columns are left for x beside the label")
-    return chosen, label
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_integer(text: str) -> bool:
-    try:
-        return -(2**63) <= int(text) < 2**63
-    except ValueError:
-        return False

@@ -27,7 +27,7 @@ class HDF5Source(Source):
         self._file: Any = None
         self._remarks: list[str] = []
         self._all = not fields
-        names = list(fields) or [info.name for info in list_datasets(path).datasets]
+        names = [name.strip("/") for name in fields] or [info.name for info in list_datasets(path).datasets]
         if not names:
             raise DataError(f"{path}: holds no datasets; give another file")
         with open_file(path, _CACHE_BYTES) as file:
@@ -45,8 +45,11 @@ class HDF5Source(Source):
     @property
     def fields(self) -> tuple[SourceField, ...]:
         """The datasets that are written anew; their types are those of the file, byte order and names included."""
-        datasets = [self._dataset(name) for name in self._names]
-        return tuple(SourceField(d.name.strip("/"), d.shape[0], d.shape[1:], d.dtype, {}) for d in datasets)
+        datasets = {name: self._dataset(name) for name in self._names}
+        return tuple(
+            SourceField(name, d.shape[0], d.shape[1:], d.dtype, {}, d.chunks[0] if d.chunks else 1)
+            for name, d in datasets.items()
+        )
 
     def take(self, names: Sequence[str], rows: IntArray) -> Values:
         """Return the rows; each stretch of the file that holds some of them is read once."""

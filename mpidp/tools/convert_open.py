@@ -7,10 +7,11 @@ from pathlib import Path
 
 from mpidp.errors import ConfigError, DataError
 from mpidp.hdf5.keyed import check_seed
-from mpidp.hdf5.write import parse_filters
+from mpidp.hdf5.write_filters import parse_filters
 from mpidp.tools.convert import convert
 from mpidp.tools.convert_arrays import open_npy, open_npz
-from mpidp.tools.convert_csv import CsvOptions, CsvSource
+from mpidp.tools.convert_csv import CsvSource
+from mpidp.tools.convert_csv_options import CsvOptions
 from mpidp.tools.convert_hdf5 import HDF5Source
 from mpidp.tools.convert_images import ImageOptions, ImageSource
 from mpidp.tools.convert_plan import Layout

@@ -10,7 +10,8 @@ import numpy as np
 from mpidp.errors import ConfigError, DataError
 from mpidp.hdf5.bijection import Bijection
 from mpidp.hdf5.keyed import IntArray
-from mpidp.hdf5.write import MOST_CHUNK_BYTES, Filters, NewDataset
+from mpidp.hdf5.write import MOST_CHUNK_BYTES, NewDataset
+from mpidp.hdf5.write_filters import Filters
 from mpidp.tools.convert_source import Source, SourceField
 
 DEFAULT_CHUNK_BYTES = 512 << 10
@@ -18,6 +19,8 @@ DEFAULT_CHUNK_BYTES = 512 << 10
 SMALL_CHUNK_BYTES, ENOUGH_CHUNKS = 16 << 10, 64
 # A task is long beside the messages that deal it, and short beside the memory of any machine.
 TASK_BYTES = 4 << 20
+# So many chunks of the source are in a task, of which the first and the last may belong to two tasks.
+READ_STRETCHES = 4
 # Rows as they came, rows in HDF5's memory, the part of the source being read, and results on their way twice.
 COPIES = 5
 
@@ -110,11 +113,11 @@ def make_plan(source: Source, layout: Layout, memory_bytes: int, workers: int) -
         raise ConfigError(
             f"--shuffle-rows needs datasets of one length: {found}. Convert those that belong together by --fields."
         )
-    task_bytes = TASK_BYTES if layout.shuffle_seed is None else memory_bytes // (COPIES * workers)
+    most_bytes = memory_bytes // (COPIES * workers)
     groups: list[Group] = []
     for length in dict.fromkeys(lengths.values()):
         members = tuple(number for number, field in enumerate(fields) if field.num_rows == length)
-        groups.append(_group(members, [fields[number] for number in members], layout, task_bytes))
+        groups.append(_group(members, [fields[number] for number in members], layout, most_bytes))
     chunk_rows = {number: group.chunk_rows for group in groups for number in group.fields}
     datasets = tuple(
         NewDataset(field.name, (field.num_rows, *field.shape), field.dtype, chunk_rows[number], field.attributes)
@@ -130,20 +133,32 @@ def default_chunk_rows(num_rows: int, row_bytes: int) -> int:
     return max(1, min(usual, small, num_rows))
 
 
-def _group(numbers: tuple[int, ...], fields: list[SourceField], layout: Layout, task_bytes: int) -> Group:
+def _group(numbers: tuple[int, ...], fields: list[SourceField], layout: Layout, most_bytes: int) -> Group:
     num_rows = fields[0].num_rows
     largest = max(fields, key=lambda field: field.row_bytes)
+    chunk_rows = _chunk_rows(largest, layout)
+    row_bytes = sum(field.row_bytes for field in fields)
+    if layout.shuffle_seed is None:
+        # Chunks of the source are decoded whole: where those are large, so are tasks, or most would be done twice.
+        read_bytes = READ_STRETCHES * max(field.read_rows for field in fields) * row_bytes
+        task_bytes = min(max(TASK_BYTES, read_bytes), most_bytes)
+    else:
+        task_bytes = most_bytes
+    return Group(numbers, num_rows, chunk_rows, max(1, task_bytes // (row_bytes * chunk_rows)) * chunk_rows)
+
+
+def _chunk_rows(largest: SourceField, layout: Layout) -> int:
+    """Return the height of the chunks of a group; the field with the largest rows decides."""
     if layout.chunk_rows:
         chunk_rows = layout.chunk_rows
     elif layout.chunk_bytes:
         chunk_rows = layout.chunk_bytes // largest.row_bytes
     else:
-        chunk_rows = default_chunk_rows(num_rows, largest.row_bytes)
-    chunk_rows = max(1, min(chunk_rows, num_rows))
+        chunk_rows = default_chunk_rows(largest.num_rows, largest.row_bytes)
+    chunk_rows = max(1, min(chunk_rows, largest.num_rows))
     if chunk_rows * largest.row_bytes > MOST_CHUNK_BYTES:
         raise DataError(
             f'dataset "{largest.name}": chunks of {chunk_rows} rows of {largest.row_bytes} bytes are larger than the '
             f"{MOST_CHUNK_BYTES} bytes that HDF5 allows; ask for less by --chunk-rows, or split the samples"
         )
-    row_bytes = sum(field.row_bytes for field in fields)
-    return Group(numbers, num_rows, chunk_rows, max(1, task_bytes // (row_bytes * chunk_rows)) * chunk_rows)
+    return chunk_rows

@@ -17,13 +17,17 @@ Values = dict[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True)
 class SourceField:
-    """A dataset that the conversion will write: `num_rows` arrays of `shape`."""
+    """A dataset that the conversion will write: `num_rows` arrays of `shape`.
+
+    `read_rows` are the rows that a source has to decode together, 1 where it reads any row by itself.
+    """
 
     name: str
     num_rows: int
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     attributes: Mapping[str, Any]
+    read_rows: int = 1
 
     @property
     def row_bytes(self) -> int:

@@ -50,8 +50,8 @@ def encode_all(source: Source, plan: Plan, tasks: Sequence[Task], workers: int) 
         yield from _deal(pool, tasks, workers * AHEAD)
     except BrokenProcessPool as error:
         raise DataError(
-            "a worker process was killed, most likely for want of memory; give the same command again with fewer "
-            "--workers or less --memory: what is done is kept"
+            "a worker process was killed or could not start, most likely for want of memory; give the same command "
+            "again with fewer --workers or less --memory: what is done is kept"
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

@@ -98,7 +98,7 @@ class ConvertOptions(Written):
     shuffle_rows: int | None = None
     """Write the rows in a random order that follows from this seed, the same for all datasets."""
     memory: _Size = 1 << 30
-    """With --shuffle-rows: what all workers together may hold. HDF5 is read 5 x workers x its size / memory times."""
+    """What all workers together may hold. With --shuffle-rows, HDF5 is read 5 x workers x its size / memory times."""
     resize: Annotated[str | None, tyro.conf.arg(metavar="WIDTHxHEIGHT")] = None
     """Images: bring all to this size."""
     mode: Literal["L", "RGB", "RGBA"] | None = None

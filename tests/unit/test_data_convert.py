@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpidp.errors import DataError
-from mpidp.hdf5.write import LEVELS, Filters, NewDataset, encode, parse_filters
+from mpidp.hdf5.write import NewDataset, encode
+from mpidp.hdf5.write_filters import LEVELS, Filters, parse_filters
+from mpidp.tools.convert_hdf5 import HDF5Source
 from mpidp.tools.convert_plan import Layout, default_chunk_rows, make_plan
 from mpidp.tools.make import SyntheticSource
 
@@ -185,6 +187,37 @@ def test_tasks_cover_every_row_once_and_begin_with_a_chunk(rows: int, chunk_rows
     taken = [row for task in plan.tasks for row in plan.rows(task).tolist()]
     assert sorted(taken) == list(range(rows))
     assert all(task.start % task.group.chunk_rows == 0 for task in plan.tasks)
+
+
+def test_large_chunks_of_the_source_are_read_few_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks hold several of them, as memory allows."""
+    with h5py.File(tmp_path / "in.h5", "w") as file:
+        file.create_dataset("x", data=np.arange(4_000_000).reshape(-1, 8), chunks=(125_000, 8), compression="lzf")
+    source = HDF5Source(str(tmp_path / "in.h5"), ())
+    plan = make_plan(source, Layout(Filters()), 1 << 30, 2)
+    assert len(plan.tasks) == 2 and plan.datasets[0].chunk_rows == 7812
+    plan = make_plan(source, Layout(Filters()), 100 << 20, 2)
+    assert plan.groups[0].task_rows == 20 * 7812
+    assert len(plan.tasks) == 4
+
+
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    """A process that converts 256 MiB at 4 MiB a task stays far below that."""
+    import subprocess
+    import sys
+
+    with h5py.File(tmp_path / "in.h5", "w") as file:
+        x = file.create_dataset("x", (1 << 15, 1 << 11), "f4", chunks=(256, 1 << 11))
+        for start in range(0, 1 << 15, 1 << 11):
+            x[start : start + (1 << 11)] = np.random.default_rng(start).random((1 << 11, 1 << 11), np.float32)
+    code = (
+        "import sys, mpidp.cli; mpidp.cli.main(sys.argv[1:]);"
+        "print(*[line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')])"
+    )
+    words = ["data", "convert", str(tmp_path / "in.h5"), str(tmp_path / "out.h5"), "--workers=1", "--compression=none"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    child = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, env=environment)
+    assert int(child.stdout.split()[-1]) < 160 << 10, child.stdout + child.stderr
 
 
 def test_an_existing_target_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

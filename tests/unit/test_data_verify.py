@@ -191,3 +191,12 @@ def test_a_file_without_permission(tmp_path: Path, capsys: pytest.CaptureFixture
     path = write_sound(tmp_path / "in.h5")
     path.chmod(0)
     assert "permission denied" in report(capsys, path, code=1)["findings"][0]["text"]
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [("inspect", "convert SOURCE"), ("verify", "--limit"), ("convert", "--shuffle-rows"), ("make", "--classes")],
+)
+def test_help(capsys: pytest.CaptureFixture[str], command: str, option: str) -> None:
+    assert run(command, "--help") == 0
+    assert option in capsys.readouterr().out
