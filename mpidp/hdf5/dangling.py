@@ -1,28 +1,52 @@
-"""An open HDF5 file or dataset enters; what it refers to and what is not there leaves, as text.
+"""An open HDF5 file or dataset enters; what is there leaves, and what it refers to that is not.
 
 HDF5 fills in for a missing source of a virtual dataset without a word, so only looking helps.
 """
 
 import os
+from dataclasses import dataclass, field
 from typing import Any
 
 
-def dangling_links(file: Any) -> list[tuple[str, str]]:
-    """Return (path, where it leads) of every soft or external link in an open file that leads nowhere."""
-    found: list[tuple[str, str]] = []
+@dataclass
+class Tree:
+    """What there is in a file: names of datasets, and (path, what is wrong) of links that lead nowhere or to damage.
 
-    def look(path: str, group: Any) -> None:
-        for name in group:
-            link = group.get(name, getlink=True)
-            if hasattr(link, "path") and group.get(name) is None:  # hard links have none
+    An object with several names is listed by the first. Unlike HDF5's own visit, damage to one object hides no other.
+    """
+
+    datasets: list[str] = field(default_factory=list)
+    dangling: list[tuple[str, str]] = field(default_factory=list)
+    damaged: list[tuple[str, str]] = field(default_factory=list)
+
+
+def walk(file: Any) -> Tree:
+    """Return what an open file holds."""
+    tree = Tree()
+    _walk(file, "", tree, {file.id})
+    return tree
+
+
+def _walk(group: Any, path: str, tree: Tree, seen: set[Any]) -> None:
+    for name in group:
+        way = f"{path}/{name}".strip("/")
+        link = group.get(name, getlink=True)
+        if hasattr(link, "path"):  # hard links have none
+            if group.get(name) is None:
                 elsewhere = f" in {link.filename}" if hasattr(link, "filename") else ""
-                found.append(
-                    (f"{path}/{name}".strip("/"), f'is a link to "{link.path}"{elsewhere}, which is not there')
-                )
-
-    look("", file)
-    file.visititems(lambda name, item: look(name, item) if hasattr(item, "visititems") else None)
-    return found
+                tree.dangling.append((way, f'is a link to "{link.path}"{elsewhere}, which is not there'))
+            continue
+        try:
+            item = group[name]
+            if item.id in seen:
+                continue
+            seen.add(item.id)
+            if hasattr(item, "visititems"):
+                _walk(item, way, tree, seen)
+            elif hasattr(item, "chunks"):
+                tree.datasets.append(way)
+        except (OSError, RuntimeError, KeyError) as error:
+            tree.damaged.append((way, f"cannot be opened: {error}"))
 
 
 def virtual_gaps(dataset: Any) -> str:

@@ -52,11 +52,12 @@ def convert(
     """
     path = _checked_target(target, overwrite)
     scratch = Path(f"{path}.part.d")
-    source = make_source(scratch)
     workers = workers or len(os.sched_getaffinity(0))
-    plan = make_plan(source, layout, memory_bytes, workers)
-    log = PartLog(path, {**source.identity(), **plan.identity()}, [group.task_rows for group in plan.groups])
+    log = PartLog(path)  # before anything is unpacked: two processes would spoil each other's files
     try:
+        source = make_source(scratch)
+        plan = make_plan(source, layout, memory_bytes, workers)
+        log.begin({**source.identity(), **plan.identity()}, [group.task_rows for group in plan.groups])
         plan = plan.with_task_rows(log.task_rows)
         _encode(source, plan, log, workers, speaks)
         _publish(source, plan, log, path, overwrite)

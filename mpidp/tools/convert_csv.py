@@ -34,6 +34,7 @@ class CsvSource(Source):
         self._names = names
         self._starts_path = scratch / "row_starts.npy"
         self._classes, self._label_type = self._scan()
+        self._class_numbers = {name: number for number, name in enumerate(self._classes)}
         self._starts: IntArray | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -153,7 +154,7 @@ class CsvSource(Source):
     def _label_of(self, cell: str, row: int) -> float:
         assert self._label is not None
         if self._classes:
-            return self._classes.index(cell.strip())
+            return self._class_numbers[cell.strip()]
         return self._number(cell, row, self._label) if self._label_type.kind == "f" else int(cell)
 
     def _narrow(self, x: npt.NDArray[np.float64], rows: IntArray) -> npt.NDArray[Any]:

@@ -12,7 +12,7 @@ import os
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 from mpidp.errors import DataError
 from mpidp.hdf5.write import EncodedChunk
@@ -21,23 +21,27 @@ FORMAT = 1
 
 
 class PartLog:
-    """The unfinished conversion beside a target.
+    """The unfinished conversion beside a target, locked; raises `DataError` when another process writes it.
 
     `done` has a record for each finished task: position and checksum of its bytes, and for each chunk its dataset,
-    first row, filter mask and size. `task_rows` are those of the first start. Raises `DataError` when the part belongs
-    to a different conversion, or when another process writes it.
+    first row, filter mask and size. `task_rows` are those of the first start.
     """
 
-    def __init__(self, target: str, identity: dict[str, Any], task_rows: list[int]) -> None:
+    def __init__(self, target: str) -> None:
         self.part, self.record = Path(f"{target}.part"), Path(f"{target}.part.jsonl")
         self.done: dict[int, dict[str, Any]] = {}
-        self.task_rows = task_rows
+        self.task_rows: list[int] = []
         self.remarks: list[str] = []
         try:
             self._data: BinaryIO = open(self.part, "a+b")  # noqa: SIM115  # closed by close()
         except OSError as error:
             raise DataError(f"{self.part}: cannot be written: {error.strerror}; choose another folder") from error
+        self._lines: TextIO | None = None
         self._lock()
+
+    def begin(self, identity: dict[str, Any], task_rows: list[int]) -> None:
+        """Take over what an earlier start has done; raises `DataError` when that was a different conversion."""
+        self.task_rows = task_rows
         header = {"format": FORMAT, **json.loads(json.dumps(identity))}
         kept = self._load(header)
         self._data.truncate(max((_end(line) for line in self.done.values()), default=0))
@@ -51,6 +55,7 @@ class PartLog:
 
     def add(self, task: int, chunks: Sequence[EncodedChunk]) -> None:
         """Append the chunks of a task, then its line."""
+        assert self._lines is not None
         data = b"".join(chunk.data for chunk in chunks)
         places = [[chunk.dataset, chunk.start, chunk.filter_mask, len(chunk.data)] for chunk in chunks]
         line = {"task": task, "position": self._data.tell(), "crc32": zlib.crc32(data), "chunks": places}
@@ -78,8 +83,13 @@ class PartLog:
                 position += size
 
     def close(self) -> None:
-        """Close both files and leave them where they are."""
-        self._lines.close()
+        """Close both files and leave them where they are, unless nothing was begun."""
+        if self._data.closed:
+            return
+        if self._lines is not None:
+            self._lines.close()
+        elif not self.record.exists():
+            self.part.unlink()
         self._data.close()
 
     def remove(self) -> None:
@@ -96,6 +106,9 @@ class PartLog:
                 self._data.close()
                 raise DataError(f"{self.part}: another process is writing it; wait for it, or end it") from error
             self.remarks.append(f"{self.part} cannot be locked here ({error.strerror}): do not start this twice")
+        if not self.part.exists() or not os.path.samestat(os.fstat(self._data.fileno()), os.stat(self.part)):
+            self._data.close()
+            raise DataError(f"{self.part}: another process has just ended with it; give the command again")
 
     def _load(self, header: dict[str, Any]) -> list[dict[str, Any]]:
         """Take over an earlier start's lines; return its header as a list, empty where there is none."""
@@ -104,7 +117,6 @@ class PartLog:
             return []
         found = {key: value for key, value in lines[0].items() if key != "task_rows"}
         if found != header:
-            self._data.close()
             different = sorted(key for key in {*found, *header} if found.get(key) != header.get(key))
             raise DataError(
                 f"{self.part} is part of another conversion: {_difference(different[0], found, header)}. Give the "

@@ -40,6 +40,8 @@ def convert_by(options: ConvertOptions) -> str:
         )
     if os.path.exists(target) and any(os.path.samefile(path, target) for path in sources):
         raise ConfigError(f"{target}: is source and target; write to another name, then rename it")
+    if len(set(options.fields)) < len(options.fields):
+        raise ConfigError(f"--fields={','.join(options.fields)}; give each only once.")
     if options.shuffle_rows is not None:
         check_seed(options.shuffle_rows)
     return convert(

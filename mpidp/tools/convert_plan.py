@@ -99,7 +99,7 @@ def make_plan(source: Source, layout: Layout, memory_bytes: int, workers: int) -
 
     Raises:
         ConfigError: rows of datasets of different length cannot be shuffled together.
-        DataError: a field without values, or a row too large for a chunk.
+        DataError: a field without values, names that exclude each other, or a row too large for a chunk.
     """
     fields = source.fields
     for field in fields:
@@ -107,6 +107,9 @@ def make_plan(source: Source, layout: Layout, memory_bytes: int, workers: int) -
             raise DataError(
                 f'dataset "{field.name}" has rows of shape {field.shape}, which hold no values; leave it out'
             )
+        clash = [other.name for other in fields if other.name.startswith(f"{field.name}/")]
+        if clash:
+            raise DataError(f'"{field.name}" and "{clash[0]}" cannot both be in an HDF5 file; choose by --fields')
     lengths = {field.name: field.num_rows for field in fields}
     if layout.shuffle_seed is not None and len(set(lengths.values())) > 1:
         found = ", ".join(f'"{name}" has {length}' for name, length in lengths.items())

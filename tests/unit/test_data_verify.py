@@ -114,6 +114,19 @@ def test_what_leads_nowhere(
     }
 
 
+def test_damaged_tables_of_a_dataset_do_not_keep_others_from_being_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_sound(tmp_path / "in.h5")
+    data = path.read_bytes()
+    # The node of the B-tree that knows the chunks of x: type 1, which chunks have.
+    place = data.index(b"TREE\x01")
+    path.write_bytes(data[:place] + b"EERT" + data[place + 4 :])
+    found = report(capsys, path, code=1)
+    assert [(f["kind"], f["dataset"]) for f in found["findings"]] == [("unreadable", "x")]
+    assert found["num_datasets"] == 5 and found["read_bytes"] == ROWS * 8 + 2 * 8 + 8 + 10 * 20
+
+
 @pytest.mark.parametrize("kind", ["truncated", "text", "missing"])
 def test_files_that_cannot_be_opened_do_not_keep_others_from_being_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
