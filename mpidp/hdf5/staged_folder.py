@@ -147,7 +147,11 @@ class Mark:
         # Who it is tells people; the lock is what counts.
         who = {"pid": os.getpid(), "host": socket.gethostname(), "job": os.environ.get("SLURM_JOB_ID", "")}
         text = json.dumps({**who, "places": [place.folder.name for place in places]})
-        Path(self._name).write_text(text)
+        try:
+            Path(self._name).write_text(text)
+        except OSError:  # the disk is full; nobody could read half a mark
+            self.release()
+            raise
 
     def release(self) -> None:
         """Say that this process uses them no more."""
@@ -159,12 +163,12 @@ class Mark:
 def sweep(root: Path) -> None:
     """Remove what nobody uses from `root`. Call it inside `locked`."""
     used: set[str] = set()
-    for mark in root.glob(f"{_MARK}*"):
+    for mark in list(root.glob(f"{_MARK}*")):
         if _is_locked(mark):
             used.update(json.loads(mark.read_text())["places"])
         else:
             mark.unlink()
-    for folder in root.iterdir():
+    for folder in list(root.iterdir()):
         if folder.is_dir() and folder.name not in used:
             shutil.rmtree(folder)
 

@@ -55,7 +55,7 @@ def make_window(comm: MPI.Intracomm, num_bytes: int) -> tuple[Window | None, str
     try:
         with without_noise():
             window = Window(comm, *_open(comm, max(1, num_bytes), shared))
-    except MPI.Exception as error:
+    except (MPI.Exception, MemoryError) as error:
         problem = f"no window can be made on rank {comm.rank}: {error}"
     problems = [found for found in comm.allgather(problem) if found]
     # A rank that has a window cannot free it alone: that would wait for the others.

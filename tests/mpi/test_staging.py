@@ -18,11 +18,11 @@ SIZES = (10_000, 1, 0, 4_321)
 
 @pytest.fixture
 def node(world: mpidp.World) -> Iterator[Path]:
-    """A folder that stands for the node's own disk: on another file system than the sources."""
+    """A folder that stands for each node's own disk: on another file system than the sources."""
     if not SHARED_MEMORY.is_dir() or SHARED_MEMORY.stat().st_dev == Path("/tmp").stat().st_dev:
         pytest.skip("this machine has no second file system")
     with TemporaryDirectory(dir=SHARED_MEMORY) as own:
-        yield Path(world.broadcast(own))
+        yield Path(world.node_comm.bcast(own, root=0))
         world.barrier()
 
 
@@ -40,7 +40,7 @@ def sources(world: mpidp.World, mpi_tmp_path: Path) -> list[str]:
 def test_every_rank_copies_a_part(
     world: mpidp.World, node: Path, sources: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranges of all files are dealt to the ranks; all get the same paths, and the copies are the files."""
+    """Ranges of all files are dealt to the ranks of a node; all get the same paths, and the copies are the files."""
     monkeypatch.setattr(staging, "RANGE_BYTES", 1000)
     ranges: list[int] = []
 
@@ -50,12 +50,12 @@ def test_every_rank_copies_a_part(
 
     monkeypatch.setattr(staging, "copy_range", copy)
     copies = Staging(sources, world, node)
-    assert len(set(world.comm.allgather(tuple(copies.paths.items())))) == 1
+    assert len(set(world.node_comm.allgather(tuple(copies.paths.items())))) == 1
     for source in sources:
         assert Path(copies.paths[source]).read_bytes() == Path(source).read_bytes()
-    counts = world.comm.allgather(len(ranges))
+    counts = world.node_comm.allgather(len(ranges))
     assert sum(counts) == 10 + 1 + 5 and max(counts) - min(counts) <= 1
-    assert world.sum([sum(ranges)]) == [sum(SIZES)]
+    assert world.node_comm.allreduce(sum(ranges)) == sum(SIZES)
     ranges.clear()
     again = Staging(sources, world, node)
     assert again.paths == copies.paths and not ranges

@@ -1,0 +1,55 @@
+"""Enters: how many bytes this rank wants to hold. Leaves: an error on every rank where a node has less."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING
+
+from mpidp.errors import DataError
+from mpidp.world.memory import available_memory
+
+if TYPE_CHECKING:
+    from mpidp.world.world import World
+
+# Model, optimizer, batches and libraries need some too.
+LARGEST_SHARE = 0.9
+
+
+def check_room(world: World | None, mode: str, num_bytes: int, shared_memory: int | None) -> None:
+    """Raise `DataError` on every rank if some node cannot hold what its ranks want. Collective.
+
+    Args:
+        world: the ranks; None is this process alone.
+        mode: the loader's, for the message: "node" or "store".
+        num_bytes: what this rank wants; ranks of a node may want different amounts.
+        shared_memory: bytes left for shared memory on this node if that is what will be used, else None.
+    """
+    needed = num_bytes if world is None else world.node_comm.allreduce(num_bytes)
+    if world is None:
+        _check(mode, needed, shared_memory, 1)
+        return
+    with world.together("making room for the data"):
+        _check(mode, needed, shared_memory, world.num_nodes)
+
+
+def _check(mode: str, needed: int, shared_memory: int | None, num_nodes: int) -> None:
+    left = available_memory()
+    usable = None if left is None else int(LARGEST_SHARE * left)
+    problems = []
+    if usable is not None and needed > usable:
+        problems.append(f"memory has {left:,} bytes left, of which the data may take {usable:,}")
+    if shared_memory is not None and needed > shared_memory:
+        problems.append(f"shared memory (/dev/shm) has {shared_memory:,} bytes left")
+    if problems:
+        raise DataError(
+            f'mode="{mode}" holds the decoded data in memory: {needed:,} bytes on {socket.gethostname()}, where '
+            f"{' and '.join(problems)}. {_advice(mode, num_nodes, usable is not None and needed > usable)}"
+        )
+
+
+def _advice(mode: str, num_nodes: int, too_large: bool) -> str:
+    if not too_large:
+        return 'Make /dev/shm larger (a container\'s option --shm-size), or take mode="stream"'
+    if mode == "node" and num_nodes > 1:
+        return 'Take mode="store", which spreads the data over the nodes, or mode="stream"; or ask for more memory'
+    return 'Take mode="stream"; or ask for more memory (sbatch --mem=0), or for more nodes with mode="store"'
