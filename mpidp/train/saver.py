@@ -220,7 +220,7 @@ class Saver:
         if self.world.rank == 0:
             self._thread.submit(discard, save.partial)
         text = "\n  ".join([f"checkpoint of step {save.step:,}: {error}", *error.__notes__])
-        log.error("%s", text)
+        log.info("%s", text)
         if self.on_failure == "stop":
             raise error
         self.world.say(f"{text}\n  Training goes on without it (checkpoint.on_failure).")

@@ -1,5 +1,6 @@
 """Checkpoints in the background, on one rank: what training sees of them, and of their failures."""
 
+import errno
 import os
 import threading
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import mpidp
 from mpidp.errors import CheckpointError
 from mpidp.train import saver as module
 from mpidp.train.checkpoint import load, newest
+from mpidp.train.disk import explain
 from mpidp.train.saver import Saver
 
 
@@ -125,6 +127,23 @@ def test_the_folder_vanished(tmp_path: Path) -> None:
     saver.finish()
     assert newest(folder)[0].name == "step_00000003"
     saver.close()
+
+
+REASONS = {
+    errno.EDQUOT: "the disk quota is used up (EDQUOT)",
+    errno.EIO: "input/output error) (EIO)",
+    errno.ESTALE: "stale file handle) (ESTALE)",
+    errno.ENAMETOOLONG: "File name too long (ENAMETOOLONG)",
+}
+
+
+@pytest.mark.parametrize("number", REASONS, ids=errno.errorcode.get)
+def test_reasons_that_no_test_machine_gives(tmp_path: Path, number: int) -> None:
+    """Said by a file that refuses; tests/faults has real file systems for the others."""
+    with pytest.raises(OSError) as caught:
+        raise OSError(number, os.strerror(number), str(tmp_path / "state.pt"))
+    error = explain(caught.value, tmp_path)
+    assert REASONS[number] in str(error) and str(tmp_path / "state.pt") in str(error)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere; tests/faults mounts file systems instead")
