@@ -376,7 +376,7 @@ def test_damaged_chunk_is_named(tmp_path: Path) -> None:
         raw.write(bytes(200))
     dataset = describe(path, ("x",))
     assert read_rows(dataset, 0, 16).shape == (16, 1024)
-    with pytest.raises(DataError, match='"x", rows 16 to 31: chunk at byte .*a.h5: filter deflate cannot be undone'):
+    with pytest.raises(DataError, match=r'"x", rows 16 to 31: chunk at byte .*a\.h5: filter deflate cannot be undone'):
         read_rows(dataset, 16, 32)
 
 
