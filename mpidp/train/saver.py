@@ -128,6 +128,11 @@ class Saver:
         if not self.background:
             self.finish()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a checkpoint is on its way; the same on every rank."""
+        return self._current is not None
+
     def poll(self) -> None:
         """Takes notice of what has ended since the last call; to be called after every step. Collective; never waits.
 

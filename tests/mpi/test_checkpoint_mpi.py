@@ -30,7 +30,7 @@ def poll_until_done(saver: Saver, limit: int = 30_000) -> int:
     for polls in range(1, limit):
         time.sleep(0.001)
         saver.poll()
-        if saver._current is None:
+        if not saver.is_busy:
             return polls
     raise AssertionError("it does not end")
 
@@ -77,7 +77,7 @@ def test_a_failure_of_one_rank_is_the_same_exception_on_all_at_the_same_step(
         monkeypatch.setattr(module, "write_part", _refuse)
     save(saver, 2)
     polls, text = 0, ""
-    while saver._current is not None:
+    while saver.is_busy:
         polls += 1
         try:
             saver.poll()
