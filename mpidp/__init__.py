@@ -10,17 +10,19 @@ from mpidp import errors
 
 if TYPE_CHECKING:
     from mpidp.hdf5.batch import Batch
+    from mpidp.hdf5.field import FieldSpec
     from mpidp.hdf5.loader import HDF5Loader
     from mpidp.train.parallel import DataParallel
     from mpidp.train.stop import StopSignal
     from mpidp.world.world import World, init
 
 __version__ = "0.1.0"
-__all__ = ["Batch", "DataParallel", "HDF5Loader", "StopSignal", "World", "__version__", "errors", "init"]
+__all__ = ["Batch", "DataParallel", "FieldSpec", "HDF5Loader", "StopSignal", "World", "__version__", "errors", "init"]
 
 _HOMES = {
     "Batch": "mpidp.hdf5.batch",
     "DataParallel": "mpidp.train.parallel",
+    "FieldSpec": "mpidp.hdf5.field",
     "HDF5Loader": "mpidp.hdf5.loader",
     "StopSignal": "mpidp.train.stop",
     "World": "mpidp.world.world",

@@ -31,6 +31,26 @@ class RunSection:
 
 
 @dataclasses.dataclass(frozen=True)
+class FieldSection:
+    """How one of data.fields is made of a dataset, where it is not taken as it is stored."""
+
+    dataset: str = ""
+    """Dataset in the files; empty for the one of the field's name."""
+    member: str = ""
+    """Member of a compound type; empty for none."""
+    axis: int = 0
+    """Axis of the dataset that counts the samples; -1 for the last."""
+    dtype: str = ""
+    """Dtype in batches, such as float32 or bfloat16; empty for the stored one."""
+    scale: float = 1.0
+    """Stored values are multiplied by this."""
+    offset: float = 0.0
+    """Then this is added."""
+    decode: str = ""
+    """module:function that makes numbers of an array of stored values (strings, compounds); empty for none."""
+
+
+@dataclasses.dataclass(frozen=True)
 class DataSection:
     """HDF5 files and the order in which their samples are read."""
 
@@ -48,10 +68,24 @@ class DataSection:
     """Order of samples: lanes (whole chunks, mixed; fast), full (uniform; slow on chunked files), none."""
     lanes: int = 0
     """Virtual workers of the order; 0 chooses from the file, never from the number of ranks."""
-    mixing_chunks: int = 4
-    """Chunks of a lane whose rows are mixed with each other."""
+    mixing_chunks: int = 0
+    """Chunks of a lane whose rows are mixed with each other; 0 chooses from the file and memory_bytes."""
+    mode: Literal["stream", "node", "store", "stage"] = "stream"
+    """Where rows come from: the files, a decoded copy in each node's memory, the memory of all ranks, copied files."""
+    stage_folder: str = ""
+    """Folder on each node for mode stage; empty for the job's temporary folder."""
+    memory_bytes: int = 0
+    """Bytes of a node's memory for rows read ahead; 0 for an eighth of it, at most 2 GiB."""
+    threads: int = 0
+    """Threads of each rank that decode; 0 for as many as it has cores."""
+    allow_holes: bool = False
+    """Let chunks that were never written read as the dataset's fill value."""
     transform: str = ""
     """Built-in transform of a batch, or module:function; empty for none."""
+    sample_transform: str = ""
+    """module:function that is given one sample and a random generator; empty for none."""
+    field: dict[str, FieldSection] = dataclasses.field(default_factory=dict)
+    """For each of data.fields that is not taken as it is stored: the table data.field.NAME."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,8 +228,9 @@ def to_toml(config: RunConfig) -> str:
     """Return the whole configuration, defaults included, as TOML text that `load` reads back equal."""
     table = dataclasses.asdict(config)
     for section in table.values():
-        if not section.get("arguments", True):
-            del section["arguments"]
+        for name in ("arguments", "field"):
+            if not section.get(name, True):
+                del section[name]
     return toml.write(table)
 
 
@@ -213,6 +248,10 @@ def validate(config: RunConfig) -> None:
         faults += [f"{section}.arguments has {name!r}; expected a keyword argument's name." for name in odd]
     if "lr" in config.optimizer.arguments:
         faults.append("optimizer.arguments.lr is set; the learning rate belongs in optimizer.lr.")
+    strangers = [name for name in config.data.field if name not in config.data.fields]
+    faults += [
+        f"data.field.{name}: there is no such field in data.fields = {list(config.data.fields)}." for name in strangers
+    ]
     if config.data.validation and config.data.validation_fraction:
         faults.append("data.validation and data.validation_fraction are both set; set one of them.")
     if config.reduce.error_feedback and config.reduce.wire == "full":
@@ -244,8 +283,11 @@ _CHECKS: dict[str, Check] = {
     "data.fields": (_names_are_distinct, "at least one dataset, each once"),
     "data.global_batch": _at_least(1),
     "data.lanes": _at_least(0),
-    "data.mixing_chunks": _at_least(1),
+    "data.mixing_chunks": _at_least(0),
+    "data.memory_bytes": _at_least(0),
+    "data.threads": _at_least(0),
     "data.transform": _OPTIONAL,
+    "data.sample_transform": _OPTIONAL,
     "model.name": _REQUIRED,
     "loss.name": _REQUIRED,
     "optimizer.name": _REQUIRED,

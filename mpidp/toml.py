@@ -54,7 +54,7 @@ def into(schema: type[Schema], table: Mapping[str, Any], source: str, section: s
     """Turn nested dicts into the dataclass `schema`; absent keys keep their defaults.
 
     Field types may be str, bool, int, float, a Literal of strings, tuple[str, ...] (a string or a list of
-    strings), dict[str, Any] (scalars and lists), or another such dataclass.
+    strings), dict[str, Any] (scalars and lists), another such dataclass, or a dict of these by name.
     Raises `ConfigError` for an unknown key, a wrong type or a value outside a Literal; it names the origin,
     `source`, and the place in it, `section`.
     """
@@ -143,6 +143,8 @@ def _convert(value: Any, kind: Any, source: str, key: str) -> Any:
         if isinstance(items, list | tuple) and all(isinstance(item, str) for item in items):
             return tuple(items)
         raise _wrong(value, "a string or a list of strings", source, key)
+    if origin is dict and is_dataclass(get_args(kind)[1]):
+        return _tables(value, get_args(kind)[1], source, key)
     if origin is dict:
         return _arguments(value, source, key)
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
@@ -160,6 +162,12 @@ def _choice(value: Any, choices: tuple[Any, ...], source: str, key: str) -> Any:
     hint = nearest(value, choices) if isinstance(value, str) else ""
     listing = ", ".join(map(repr, choices))
     raise ConfigError(f"{_wrong(value, f'one of {listing}', source, key)}{hint}")
+
+
+def _tables(value: Any, schema: Any, source: str, key: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise _wrong(value, f"tables: write [{key}.NAME] and its keys below it", source, key)
+    return {name: _convert(item, schema, source, f"{key}.{_key(name)}") for name, item in value.items()}
 
 
 def _arguments(value: Any, source: str, key: str) -> dict[str, Any]:

@@ -1,49 +1,104 @@
-"""Enters: selected rows, the plan of an epoch, a rank. Leaves: the rank's samples of each step, as tensors.
+"""Enters: selected rows, the order of every epoch, a rank. Leaves: the rank's samples of each step, as tensors.
 
-Runs in the prefetch thread; calls no MPI.
+Runs in the prefetch thread and in a pool of threads that decode; calls no MPI.
 """
 
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from mpidp.hdf5.budget import Resources
 from mpidp.hdf5.dataset import Rows
-from mpidp.hdf5.gather import gatherer
+from mpidp.hdf5.field import Field
+from mpidp.hdf5.gather import RowGatherer
 from mpidp.hdf5.keyed import IntArray
+from mpidp.hdf5.lane_gather import GroupStore, LaneGatherer
+from mpidp.hdf5.lanes import LanePlan
+from mpidp.hdf5.order import Order
 from mpidp.hdf5.pieces import PieceReader, Selection
-from mpidp.hdf5.plan import EpochPlan
+from mpidp.hdf5.ring import BatchRing
+from mpidp.hdf5.steps import Share, Step, step_rows, steps
 
 
 @dataclass(frozen=True)
 class Assembled:
-    """A rank's samples of the step [start, stop): tensors in host memory and row numbers over all files."""
+    """A rank's samples of a step: tensors in host memory, row numbers over all files."""
 
-    start: int
-    stop: int
+    step: Step
     tensors: dict[str, Tensor]
     indices: IntArray
 
 
-def assemble(
-    selection: Selection, plan: EpochPlan, position: int, size: int, rank: int, device: torch.device
-) -> Iterator[Assembled]:
-    """Yield the steps from `position` to the end of the epoch; pinned memory if `device` is a GPU."""
-    with closing(PieceReader(selection)) as reader:
-        gather = gatherer(plan, reader, size, rank).gather
-        while position < plan.num_samples:
-            start, stop = plan.step(position)
-            rows = gather(plan.local_indices(position, size, rank))
-            yield Assembled(start, stop, _tensors(rows, device), rows.numbers)
-            position = stop
+def assemble(selection: Selection, order: Order, share: Share, ring: BatchRing, use: Resources) -> Iterator[Assembled]:
+    """Yield steps from `share` on without end: epoch follows epoch, so that the next is read ahead of its start."""
+    fields = selection.dataset.fields
+    with (
+        closing(PieceReader(selection, use.cache_bytes)) as reader,
+        ThreadPoolExecutor(use.threads, "mpidp-decode") as pool,
+    ):
+        try:
+            if order.shuffle == "lanes":
+                made = _by_lanes(reader, order, share, ring, use, pool)
+            else:
+                made = _by_rows(reader, order, share, ring, use, pool)
+            for step, rows in made:
+                yield Assembled(step, tensors_of(rows, fields), rows.numbers)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _tensors(rows: Rows, device: torch.device) -> dict[str, Tensor]:
+def _by_lanes(
+    reader: PieceReader, order: Order, share: Share, ring: BatchRing, use: Resources, pool: Executor
+) -> Iterator[tuple[Step, Rows]]:
+    capacity = order.mixing_chunks * int(order.chunk_rows.max())
+    store = GroupStore(reader, pool, use.held_groups, capacity)
+
+    def begin(epoch: int, position: int) -> tuple[LanePlan, LaneGatherer]:
+        plan = order.plan(epoch)
+        assert isinstance(plan, LanePlan)
+        return plan, LaneGatherer(plan, store, share.size, share.rank, position)
+
+    plan, gatherer = begin(share.epoch, share.position)
+    following: tuple[LanePlan, LaneGatherer] | None = None
+    epoch = share.epoch
+    for step in steps(order, share):
+        if step.epoch != epoch:
+            gatherer.release()
+            plan, gatherer = following or begin(step.epoch, 0)
+            following, epoch = None, step.epoch
+        if gatherer.start_ahead():
+            following = following or begin(epoch + 1, 0)
+            following[1].start_ahead()
+        indices = plan.local_indices(step.start, share.size, share.rank)
+        rows = ring.take(len(indices))
+        gatherer.gather(indices, rows)
+        yield step, rows
+
+
+def _by_rows(
+    reader: PieceReader, order: Order, share: Share, ring: BatchRing, use: Resources, pool: Executor
+) -> Iterator[tuple[Step, Rows]]:
+    gatherer = RowGatherer(reader, use.kept_bytes, keep_all=order.shuffle == "full")
+    ahead: deque[tuple[Step, Future[Rows]]] = deque()
+
+    def gathered(numbers: IntArray) -> Rows:
+        rows = ring.take(len(numbers))
+        gatherer.gather(numbers, rows)
+        return rows
+
+    for step, numbers in step_rows(order, share):
+        ahead.append((step, pool.submit(gathered, numbers)))
+        if len(ahead) > use.threads:
+            first, rows = ahead.popleft()
+            yield first, rows.result()
+
+
+def tensors_of(rows: Rows, fields: tuple[Field, ...]) -> dict[str, Tensor]:
+    """Return tensors that share the memory of `rows`."""
     tensors = {name: torch.from_numpy(array) for name, array in rows.fields.items()}
-    if device.type != "cuda":
-        return tensors
-    # A thread starts on GPU 0, and pinning there would open a context on it in every rank.
-    with torch.cuda.device(device):
-        return {name: tensor.pin_memory() for name, tensor in tensors.items()}
+    return tensors | {field.name: tensors[field.name].view(torch.bfloat16) for field in fields if field.is_bfloat16}

@@ -37,11 +37,11 @@ class Bijection:
     def _network(self, numbers: WordArray) -> WordArray:
         left, right = numbers >> self._shift, numbers & self._mask
         for key in self._keys:
-            left, right = right, left ^ (_mix(right ^ key) & self._mask)
+            left, right = right, left ^ (mix(right ^ key) & self._mask)
         return (left << self._shift) | right
 
 
-def _mix(word: WordArray) -> WordArray:
+def mix(word: WordArray) -> WordArray:
     """Return the SplitMix64 finalizer of each word; products wrap modulo 2^64, as they should."""
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -3,22 +3,26 @@
 Everything that can be known to be wrong with the files is said here, before training starts.
 """
 
+from __future__ import annotations
+
 import os
-import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from mpidp.errors import DataError
-from mpidp.hdf5.dataset import DataSet, Field, StoredFile
-from mpidp.hdf5.file import Facts, inspect, open_file
+from mpidp.hdf5.dataset import DataSet, StoredFile
+from mpidp.hdf5.field import Decode, Field, Fields, FieldSpec, field_specs
+from mpidp.hdf5.file import inspect, open_file
+from mpidp.hdf5.found import FoundDataset
+from mpidp.hdf5.locate import locate
 
 Paths = str | Path | Sequence[str | Path]
 
 _CONTIGUOUS_RANGE_BYTES = 2**20
-_CODES = ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
-_SUPPORTED = {np.dtype(code) for code in _CODES}
+_LEAST_RANGE_BYTES = 64 * 2**10
+_MOST_RANGE_BYTES = 256 * 2**20
+_ENOUGH_RANGES = 2**10
+_MOST_RANGES = 2**20
 
 
 def absolute_paths(paths: Paths) -> tuple[str, ...]:
@@ -27,35 +31,38 @@ def absolute_paths(paths: Paths) -> tuple[str, ...]:
     return tuple(str(Path(path).expanduser().absolute()) for path in given)
 
 
-def describe(paths: Paths, fields: Sequence[str]) -> DataSet:
+def describe(paths: Paths, fields: Fields, allow_holes: bool = False) -> DataSet:
     """Return what the files hold: datasets `fields`, over the rows of all files laid end to end.
 
-    Warns about files written by MATLAB, whose axes are reversed. Raises `DataError` naming file and dataset
-    for whatever cannot be trained on. Not collective.
+    With `allow_holes`, chunks that were never written read as the dataset's fill value; otherwise they are an
+    error. Warns about files written by MATLAB, whose axes are reversed. Raises `DataError` naming file and
+    dataset for whatever cannot be trained on. Not collective.
     """
-    if isinstance(fields, str) or not fields or len(set(fields)) != len(fields):
-        raise DataError(f"fields is {fields!r}; give a sequence of different dataset names, such as ('x', 'y')")
+    specs = field_specs(fields)
     files: list[StoredFile] = []
     first: tuple[Field, ...] = ()
     for path in _distinct(absolute_paths(paths)):
-        stored, found = _describe_file(path, fields)
+        stored, found = _describe_file(path, specs, allow_holes)
         first = first or found
         _check_same(first, files[0].path if files else path, found, path)
         files.append(stored)
-    return DataSet(first, tuple(files))
+    return DataSet(first, tuple(files), decoders(specs))
+
+
+def decoders(specs: Iterable[FieldSpec]) -> dict[str, Decode]:
+    """Return the decode functions of those fields that have one, by name of the field."""
+    return {spec.name: spec.decode for spec in specs if spec.decode is not None}
 
 
 def check_present(dataset: DataSet) -> None:
     """Raise `DataError` unless this node sees the files as they were when `dataset` was described."""
-    for file in dataset.files:
+    for path, expected in (entry for file in dataset.files for entry in file.sizes.items()):
         try:
-            size_bytes = os.stat(file.path).st_size
+            size_bytes = os.stat(path).st_size
         except OSError as error:
-            raise DataError(f"{file.path}: rank 0 reads it, but here: {error.strerror}") from error
-        if size_bytes != file.size_bytes:
-            raise DataError(
-                f"{file.path}: {size_bytes} bytes here, {file.size_bytes} on rank 0; give all nodes the same file"
-            )
+            raise DataError(f"{path}: rank 0 reads it, but here: {error.strerror}") from error
+        if size_bytes != expected:
+            raise DataError(f"{path}: {size_bytes} bytes here, {expected} on rank 0; give all nodes the same file")
 
 
 def _distinct(paths: tuple[str, ...]) -> tuple[str, ...]:
@@ -67,71 +74,60 @@ def _distinct(paths: tuple[str, ...]) -> tuple[str, ...]:
     return paths
 
 
-def _describe_file(path: str, names: Sequence[str]) -> tuple[StoredFile, tuple[Field, ...]]:
+def _describe_file(path: str, specs: Sequence[FieldSpec], allow_holes: bool) -> tuple[StoredFile, tuple[Field, ...]]:
     with open_file(path, cache_bytes=0) as file:
-        facts = {name: inspect(file, name) for name in names}
-    fields = tuple(_check_field(path, name, fact) for name, fact in facts.items())
-    lengths = {name: fact.shape[0] for name, fact in facts.items() if fact.shape}
+        found = [FoundDataset(path, spec, inspect(file, spec.dataset)) for spec in specs]
+        for each in found:
+            each.check(allow_holes)
+        num_rows = _common_rows(path, found)
+        located = [locate(file[each.spec.dataset], each.raw, each.axis) for each in found]
+        homes = [path, *(file[spec.dataset].file.filename for spec in specs)]
+        fields = tuple(each.field(file) for each in found)
+    stored = StoredFile(
+        path=path,
+        sizes={home: os.path.getsize(home) for home in homes},
+        num_rows=num_rows,
+        range_rows=_range_rows(num_rows, fields, found),
+        chunked=any(each.facts.chunks for each in found),
+        storages=tuple(None if isinstance(place, str) else place for place in located),
+        slow=tuple(place if isinstance(place, str) else "" for place in located),
+    )
+    return stored, fields
+
+
+def _common_rows(path: str, found: Sequence[FoundDataset]) -> int:
+    lengths = {each.spec.name: each.num_rows for each in found}
     if len(set(lengths.values())) > 1:
-        found = ", ".join(f'"{name}" has {length}' for name, length in lengths.items())
-        raise DataError(f"{path}: the fields have different numbers of rows: {found}; they must be equal")
-    num_rows = lengths[names[0]]
+        listed = ", ".join(f'"{name}" has {length}' for name, length in lengths.items())
+        raise DataError(f"{path}: the fields have different numbers of rows: {listed}; they must be equal")
+    num_rows = found[0].num_rows
     if num_rows == 0:
         raise DataError(f"{path}: its datasets have no rows; leave the file out or write it again")
-    range_rows, chunked = _range_rows(fields, facts)
-    return StoredFile(path, os.path.getsize(path), num_rows, range_rows, chunked), fields
+    return num_rows
 
 
-def _check_field(path: str, name: str, facts: Facts) -> Field:
-    where = f'{path}: dataset "{name}"'
-    if not facts.shape:
-        kind = "has no dataspace" if facts.shape is None else "is a single value"
-        raise DataError(f"{where} {kind}; give a dataset whose first axis counts the samples")
-    if facts.dtype not in _SUPPORTED or facts.dtype is None:
-        raise DataError(
-            f"{where} has type {facts.type_name}, which no tensor can hold; write it as bool, 8 to 64-bit "
-            "integers, 16 to 64-bit floats or complex numbers (classes and strings as numbers)"
-        )
-    if 0 in facts.shape[1:]:
-        raise DataError(f"{where} has shape {facts.shape}: its samples hold no values; leave this field out")
-    if facts.elsewhere:
-        raise DataError(
-            f"{where} is {facts.elsewhere}; HDF5 reads a missing source as fill values without a word, "
-            "so give the files that hold the values as paths, or copy them into one file"
-        )
-    if facts.unknown_filters:
-        raise DataError(
-            f"{where} is compressed with filter {', '.join(facts.unknown_filters)}, which this HDF5 "
-            "library does not know; pip install hdf5plugin, or write it with gzip"
-        )
-    if facts.unwritten:
-        raise DataError(f"{where}: {facts.unwritten} was never written and would read as fill values; write again")
-    if facts.matlab_class:
-        warnings.warn(
-            f"{where} was written by MATLAB ({facts.matlab_class}): its axes are reversed. Its shape here is "
-            f"{facts.shape}, and the first axis is taken to count the samples",
-            stacklevel=2,
-        )
-    return Field(name, facts.shape[1:], facts.dtype)
+def _range_rows(num_rows: int, fields: Sequence[Field], found: Sequence[FoundDataset]) -> int:
+    """Return how many rows to read together.
 
-
-def _range_rows(fields: tuple[Field, ...], facts: dict[str, Facts]) -> tuple[int, bool]:
-    """Return how many rows to read together and whether that is a chunk's height.
-
-    The chunks of the field with most bytes a row decide: decoding it costs most.
+    The chunks of the field with most bytes a row decide, because decoding it costs most. Small chunks are
+    taken several at a time, so that a read is worth its cost, as long as enough ranges remain to be shuffled; a
+    chunk that is too large to hold is read in parts, and so more than once.
     """
-    chunked = [field for field in fields if facts[field.name].chunks]
-    if chunked:
-        chunks = facts[max(chunked, key=lambda field: field.row_bytes).name].chunks
-        assert chunks is not None
-        return chunks[0], True
-    return max(1, _CONTIGUOUS_RANGE_BYTES // sum(field.row_bytes for field in fields)), False
+    row_bytes = sum(field.row_bytes for field in fields)
+    both = zip(fields, found, strict=True)
+    chunked = [(field.row_bytes, each.chunk_rows) for field, each in both if each.facts.chunks]
+    height = max(chunked, key=lambda entry: entry[0])[1] if chunked else 1
+    if height * row_bytes > _MOST_RANGE_BYTES:
+        return max(1, _MOST_RANGE_BYTES // row_bytes)
+    worth = _LEAST_RANGE_BYTES if chunked else _CONTIGUOUS_RANGE_BYTES
+    together = min(worth // (height * row_bytes), num_rows // (height * _ENOUGH_RANGES))
+    return height * max(1, together, -(-num_rows // (height * _MOST_RANGES)))
 
 
 def _check_same(first: tuple[Field, ...], first_path: str, found: tuple[Field, ...], path: str) -> None:
     for here, there in zip(first, found, strict=True):
         if here != there:
             raise DataError(
-                f'dataset "{here.name}" is {here.stored} of shape {here.shape} a sample in {first_path}, but '
+                f'dataset "{here.dataset}" is {here.stored} of shape {here.shape} a sample in {first_path}, but '
                 f"{there.stored} of shape {there.shape} in {path}; files of one data set must agree"
             )

@@ -8,52 +8,41 @@ import errno
 import math
 import os
 import re
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Any
 
 import h5py
 import numpy as np
 
 from mpidp.errors import DataError
+from mpidp.hdf5.retry import error_number, retried
 
 with suppress(ImportError):
     import hdf5plugin  # noqa: F401  # where installed, importing it makes its filters known to HDF5
 
-T = TypeVar("T")
-
-_TRANSIENT = {errno.EIO, errno.ESTALE, errno.EINTR}
-_BACK_OFF_S = (0.1, 0.4, 1.6)
 _MOST_LISTED = 20
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a dataset; `shape` is None without a dataspace, `dtype` is in native byte order."""
+    """What is known of a dataset; `shape` is None without a dataspace.
+
+    `dtype` is that of plain numbers in native byte order, or None; `raw` is the dtype of anything of fixed
+    size as it lies in the file: byte order, members of compounds, lengths of strings. bfloat16 is uint16 in both.
+    """
 
     shape: tuple[int, ...] | None
     dtype: np.dtype[Any] | None
+    raw: np.dtype[Any] | None
+    bfloat16: bool
     type_name: str
     chunks: tuple[int, ...] | None
     unknown_filters: tuple[str, ...]
     unwritten: str
     elsewhere: str
     matlab_class: str
-
-
-def retried(action: Callable[[], T]) -> T:
-    """Return action(), called again a few times, with pauses, after an I/O error that may pass."""
-    for pause_s in _BACK_OFF_S:
-        try:
-            return action()
-        except OSError as error:
-            if _errno(error) not in _TRANSIENT:
-                raise
-        time.sleep(pause_s)
-    return action()
 
 
 def open_file(path: str, cache_bytes: int) -> Any:
@@ -91,10 +80,13 @@ def inspect(file: Any, name: str) -> Facts:
     if not isinstance(item, h5py.Dataset):
         kind = "a group" if isinstance(item, h5py.Group) else "a named datatype"
         raise DataError(f'{file.filename}: "{name}" is {kind}, not a dataset; {_offer(file, name)}')
-    dtype, type_name = _type(item)
+    raw, type_name = _type(item)
+    bfloat16 = type_name == "bfloat16"
     return Facts(
         shape=item.shape,
-        dtype=dtype,
+        dtype=None if raw is None or raw.kind in "VS" else raw.newbyteorder("="),
+        raw=raw,
+        bfloat16=bfloat16,
         type_name=type_name,
         chunks=item.chunks,
         unknown_filters=_unknown_filters(item),
@@ -104,14 +96,8 @@ def inspect(file: Any, name: str) -> Facts:
     )
 
 
-def _errno(error: OSError) -> int | None:
-    """Return the system's error number; HDF5 often only writes it into its text."""
-    written = re.search(r"errno = (\d+)", str(error))
-    return error.errno or (int(written.group(1)) if written else None)
-
-
 def _open_problem(path: str, error: OSError) -> str:
-    text, number = str(error), _errno(error)
+    text, number = str(error), error_number(error)
     if number == errno.ENOENT:
         return "no such file; check the path, and that this node sees the file system"
     if number in (errno.EACCES, errno.EPERM):
@@ -180,24 +166,38 @@ def _offer(file: Any, name: str) -> str:
 
 
 def _type(dataset: Any) -> tuple[np.dtype[Any] | None, str]:
-    """Return the dtype in native byte order (None if it is no plain number of NumPy's) and its name."""
+    """Return the dtype of the values on disk (None if their size varies or NumPy has none) and its name."""
     try:
         dtype = dataset.dtype
-    except TypeError as error:
-        return None, f"a type without NumPy equivalent ({error})"
+    except (TypeError, KeyError, ValueError) as error:  # KeyError: VAX byte order
+        return None, f"a type without NumPy equivalent ({error!r})"
+    if _is_bfloat16(dataset.id.get_type()):
+        return np.dtype("u2").newbyteorder(dataset.id.get_type().dtype.byteorder), "bfloat16"
+    if h5py.check_string_dtype(dtype) is not None and dtype.kind == "S":
+        return dtype, f"string {dtype}"
+    enum = h5py.check_enum_dtype(dtype)
+    if enum is not None:
+        return np.dtype(dtype.str), f"enum {dtype.str}"
     special = {
-        "string": h5py.check_string_dtype,
+        "string of variable length": h5py.check_string_dtype,
         "variable-length array": h5py.check_vlen_dtype,
         "object or region reference": h5py.check_ref_dtype,
-        "enum": h5py.check_enum_dtype,
     }
     for type_name, check in special.items():
         if check(dtype) is not None:
             return None, type_name
+    if dtype.kind == "V" and dtype.names:
+        return (None if dtype.hasobject else dtype), f"compound {dtype}"
     if dtype.kind in "VOSUmM":
-        names = {"V": "compound" if dtype.names else "array" if dtype.subdtype else "opaque", "S": "string"}
-        return None, f"{names.get(dtype.kind, 'special type')} {dtype}"
-    return dtype.newbyteorder("="), str(dtype)
+        return None, f"{'array' if dtype.subdtype else 'opaque' if dtype.kind == 'V' else 'special type'} {dtype}"
+    return dtype, str(dtype)
+
+
+def _is_bfloat16(kind: Any) -> bool:
+    """Whether a type of HDF5 is bfloat16, which h5py reads as float32: the upper half of one."""
+    if not isinstance(kind, h5py.h5t.TypeFloatID) or kind.get_size() != 2:
+        return False
+    return bool(kind.get_fields() == (15, 7, 8, 0, 7) and kind.get_ebias() == 127)
 
 
 def _unknown_filters(dataset: Any) -> tuple[str, ...]:

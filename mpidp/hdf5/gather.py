@@ -1,145 +1,80 @@
-"""Enters: the global indices that a rank reads, step after step. Leaves: the values of their rows.
+"""Enters: the rows of a step, in any order. Leaves: their values.
 
-One gatherer for each kind of plan, each reading as few bytes as its order allows.
+This is for rows as they lie in the file and for any permutation; `lane_gather.py` is for rows in lanes.
 """
 
-from collections import OrderedDict
-from typing import Protocol
+from functools import partial
+from itertools import pairwise
 
 import numpy as np
 
+from mpidp.hdf5.cache import Cache
 from mpidp.hdf5.dataset import Rows
 from mpidp.hdf5.keyed import IntArray
-from mpidp.hdf5.lanes import LanePlan, Piece
+from mpidp.hdf5.lanes import Piece
 from mpidp.hdf5.pieces import PieceReader
-from mpidp.hdf5.plan import EpochPlan, FullPlan
-
-MOST_DECODED_BYTES = 256 * 2**20
 
 
-class Gatherer(Protocol):
-    """Turns a rank's indices of a step, ascending, into rows in that order."""
+class RowGatherer:
+    """Reads the rows of a step, in any order; for any number of threads.
 
-    def gather(self, indices: IntArray) -> Rows:
-        """Return the rows of `indices`."""
+    Chunks of which parts are needed are decoded whole and kept while there is room, up to `most_bytes`; with
+    `keep_all`, which is for orders that come back to every chunk, all of them in one block if it is so large.
+    Where nothing is encoded, just the rows that are needed are read.
+    """
 
-
-def gatherer(plan: EpochPlan, reader: PieceReader, size: int, rank: int) -> Gatherer:
-    """Return the gatherer for a plan."""
-    if isinstance(plan, LanePlan):
-        return LaneGatherer(plan, reader, size, rank)
-    if isinstance(plan, FullPlan):
-        return FullGatherer(plan, reader)
-    return RunGatherer(reader)
-
-
-class LaneGatherer:
-    """Holds the current group of each lane of a rank in one block of memory, so that a batch is one take."""
-
-    def __init__(self, plan: LanePlan, reader: PieceReader, size: int, rank: int) -> None:
-        self._plan = plan
-        self._reader = reader
-        self._size = size
-        # Lanes rank, rank + size, ...: lane l sits in slot l // size. With more ranks than lanes, one slot.
-        slots = len(range(rank % plan.lanes, plan.lanes, size))
-        self._capacity = plan.largest_group
-        self._held = reader.empty(slots * self._capacity)
-        self._group = np.full(slots, -1, dtype=np.int64)
-        self._permuted = np.empty((slots, self._capacity), dtype=np.int64)
-
-    def gather(self, indices: IntArray) -> Rows:
-        """Return the rows of `indices`, reading a group when its lane comes to it."""
-        spots = self._plan.spots(indices)
-        groups = self._plan.groups(spots)
-        offsets = spots - self._plan.group_start(groups)
-        slots = indices % self._plan.lanes // self._size
-        batch = self._reader.empty(len(indices))
-        pending = np.arange(len(indices))
-        while pending.size:
-            # Places ascend within a lane, so the first pending sample of each lane is in its next group.
-            needed, first = np.unique(slots[pending], return_index=True)
-            for slot, group in zip(needed.tolist(), groups[pending[first]].tolist(), strict=True):
-                if self._group[slot] != group:
-                    self._load(slot, group)
-            held = groups[pending] == self._group[slots[pending]]
-            ready, pending = pending[held], pending[~held]
-            rows = self._held.take(self._permuted[slots[ready], offsets[ready]])
-            if len(ready) == len(indices):
-                return rows
-            batch.put(ready, rows)
-        return batch
-
-    def _load(self, slot: int, number: int) -> None:
-        group = self._plan.group(number)
-        start = slot * self._capacity
-        self._permuted[slot, : len(group.permutation)] = start + group.permutation
-        for piece in group.pieces:
-            stop = start + piece.stop - piece.start
-            self._reader.read(piece, self._held.view(start, stop))
-            start = stop
-        self._group[slot] = number
-
-
-class RunGatherer:
-    """Reads a run of rows as it lies in the file, chunk by chunk; HDF5's chunk cache keeps the last chunk."""
-
-    def __init__(self, reader: PieceReader) -> None:
+    def __init__(self, reader: PieceReader, most_bytes: int, keep_all: bool) -> None:
         self._reader = reader
         self._edges = np.concatenate(([0], np.cumsum(reader.selection.chunk_rows)))
+        self._chunks: Cache[int, Rows] = Cache(most_bytes, lambda rows: rows.num_bytes)
+        num_rows = int(self._edges[-1])
+        fits = num_rows * (reader.selection.dataset.row_bytes + 8) <= most_bytes
+        self._all = reader.empty(num_rows) if keep_all and fits else None
+        self._is_there = np.zeros(len(self._edges) - 1, dtype=np.bool_)
 
-    def gather(self, indices: IntArray) -> Rows:
-        """Return the rows of `indices`, which follow each other."""
-        batch = self._reader.empty(len(indices))
-        done = 0
-        while done < len(indices):
-            row = int(indices[done])
-            chunk = int(np.searchsorted(self._edges, row, side="right")) - 1
-            begin, end = int(self._edges[chunk]), int(self._edges[chunk + 1])
-            count = min(len(indices) - done, end - row)
-            piece = Piece(chunk, row - begin, row - begin + count)
-            self._reader.read(piece, batch.view(done, done + count))
-            done += count
-        return batch
+    def gather(self, rows: IntArray, into: Rows) -> None:
+        """Fill `into` with the selected `rows`, in their order."""
+        if self._all is not None:
+            self._bring(np.searchsorted(self._edges, rows, side="right") - 1, self._all)
+            into.take_from(self._all, rows, np.arange(len(rows)))
+            return
+        order = np.argsort(rows, kind="stable")
+        chunks = np.searchsorted(self._edges, rows[order], side="right") - 1
+        cuts = np.flatnonzero(np.diff(chunks, prepend=-1, append=-1))
+        for a, b in pairwise(cuts.tolist()):
+            chunk = int(chunks[a])
+            self._chunk_rows(chunk, order[a:b], rows[order[a:b]] - self._edges[chunk], into)
 
+    def _bring(self, chunks: IntArray, everything: Rows) -> None:
+        """Decode those of `chunks` that are not there yet; another thread may be decoding some of them."""
+        for chunk in np.unique(chunks[~self._is_there[chunks]]).tolist():
+            start, stop = int(self._edges[chunk]), int(self._edges[chunk + 1])
+            self._chunks.get(chunk, partial(self._read_into, chunk, everything.view(start, stop)))
+            self._is_there[chunk] = True
 
-class FullGatherer:
-    """Reads rows in any order: whole chunks, kept while there is room, or just the span that is needed."""
-
-    def __init__(self, plan: FullPlan, reader: PieceReader, most_bytes: int = MOST_DECODED_BYTES) -> None:
-        self._plan = plan
-        self._reader = reader
-        self._most_bytes = most_bytes
-        self._edges = np.concatenate(([0], np.cumsum(reader.selection.chunk_rows)))
-        self._chunked = any(file.chunked for file in reader.selection.dataset.files)
-        self._decoded: OrderedDict[int, Rows] = OrderedDict()
-        self._decoded_bytes = 0
-
-    def gather(self, indices: IntArray) -> Rows:
-        """Return the rows of `indices`."""
-        rows = self._plan.rows(indices)
-        chunks = np.searchsorted(self._edges, rows, side="right") - 1
-        batch = self._reader.empty(len(indices))
-        for chunk in np.unique(chunks).tolist():
-            where = np.flatnonzero(chunks == chunk)
-            offsets = rows[where] - self._edges[chunk]
-            if self._chunked:
-                batch.put(where, self._chunk(chunk).take(offsets))
-            else:
-                low = int(offsets.min())
-                batch.put(where, self._read(Piece(chunk, low, int(offsets.max()) + 1)).take(offsets - low))
-        return batch
-
-    def _chunk(self, chunk: int) -> Rows:
-        if chunk not in self._decoded:
-            decoded = self._read(Piece(chunk, 0, int(self._edges[chunk + 1] - self._edges[chunk])))
-            self._decoded_bytes += decoded.num_bytes
-            while self._decoded and self._decoded_bytes > self._most_bytes:
-                self._decoded_bytes -= self._decoded.popitem(last=False)[1].num_bytes
-            self._decoded[chunk] = decoded
-        self._decoded.move_to_end(chunk)
-        return self._decoded[chunk]
-
-    def _read(self, piece: Piece) -> Rows:
-        rows = self._reader.empty(piece.stop - piece.start)
-        self._reader.read(piece, rows)
+    def _read_into(self, chunk: int, rows: Rows) -> Rows:
+        self._reader.read(Piece(chunk, 0, len(rows.numbers)), rows)
         return rows
+
+    def _chunk_rows(self, chunk: int, where: IntArray, offsets: IntArray, into: Rows) -> None:
+        """Fill the places `where` of `into` with rows of a chunk: ascending `offsets`."""
+        height = int(self._edges[chunk + 1] - self._edges[chunk])
+        if len(offsets) == height and _is_run(where):
+            self._reader.read(Piece(chunk, 0, height), into.view(int(where[0]), int(where[0]) + height))
+        elif self._reader.reads_single_rows(chunk):
+            self._single_rows(chunk, where, offsets, into)
+        else:
+            kept = self._chunks.get(chunk, lambda: self._read_into(chunk, self._reader.empty(height)))
+            into.take_from(kept, offsets, where)
+
+    def _single_rows(self, chunk: int, where: IntArray, offsets: IntArray, into: Rows) -> None:
+        """Read each run of rows by itself."""
+        breaks = np.flatnonzero((np.diff(offsets) != 1) | (np.diff(where) != 1)) + 1
+        edges = [0, *breaks.tolist(), len(offsets)]
+        for a, b in pairwise(edges):
+            piece = Piece(chunk, int(offsets[a]), int(offsets[b - 1]) + 1)
+            self._reader.read(piece, into.view(int(where[a]), int(where[a]) + b - a))
+
+
+def _is_run(where: IntArray) -> bool:
+    return bool((np.diff(where) == 1).all())

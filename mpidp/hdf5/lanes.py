@@ -13,7 +13,6 @@ from mpidp.hdf5.keyed import CHUNKS, FIRST_GROUP, GROUP_ROWS, IntArray, permutat
 from mpidp.hdf5.plan import EpochPlan
 
 _MOST_LANES = 64
-_MOST_GROUP_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -81,6 +80,8 @@ class LanePlan(EpochPlan):
         """
         start, stop = self.step(position)
         indices = np.arange(start, stop, dtype=np.int64)
+        if size == 1:
+            return indices
         lane, place = indices % self.lanes, indices // self.lanes
         if size <= self.lanes:
             own = lane % size == rank
@@ -105,6 +106,12 @@ class LanePlan(EpochPlan):
         """Return the first spot of each of `groups`."""
         starts: IntArray = self._group_spots[groups]
         return starts
+
+    def lane_groups(self, lane: int) -> tuple[IntArray, IntArray, IntArray]:
+        """Return the groups of a lane in order, and the first place and the end of each (int64)."""
+        groups = np.arange(self._lane_groups[lane], self._lane_groups[lane + 1], dtype=np.int64)
+        start = self._lane_spots[lane]
+        return groups, self._group_spots[groups] - start, self._group_spots[groups + 1] - start
 
     @property
     def largest_group(self) -> int:
@@ -133,14 +140,14 @@ class LanePlan(EpochPlan):
         return self._row_starts[self._chunks[slot]] + spots - self._chunk_spots[slot]
 
 
-def automatic_lanes(num_rows: int, chunk_bytes: float, mixing_chunks: int) -> int:
-    """Return the largest power of two of lanes within 64, one a row, and 1 GiB of groups over all ranks.
+def automatic_lanes(num_rows: int, chunk_bytes: float, mixing_chunks: int, most_bytes: int = 2**30) -> int:
+    """Return the largest power of two of lanes within 64, one a row, and `most_bytes` of groups over all ranks.
 
     `chunk_bytes` is the mean size in memory of a chunk of rows. The number of ranks has no say, so that the
     order of the samples does not depend on it.
     """
     group_bytes = max(1, mixing_chunks) * chunk_bytes  # Order refuses a depth below 1, and says so
-    limit = min(_MOST_LANES, num_rows, int(_MOST_GROUP_BYTES / group_bytes))
+    limit = min(_MOST_LANES, num_rows, int(most_bytes / group_bytes))
     return 1 << (max(1, limit).bit_length() - 1)
 
 

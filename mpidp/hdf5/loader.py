@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
+import math
+import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from mpidp.errors import DataError, MismatchError
-from mpidp.hdf5.assemble import Assembled, assemble
+from mpidp.hdf5.assemble import Assembled
 from mpidp.hdf5.batch import Batch
+from mpidp.hdf5.budget import choose_mixing, default_node_bytes, resources, warnings_about
 from mpidp.hdf5.dataset import DataSet
-from mpidp.hdf5.describe import Paths, absolute_paths, check_present, describe
-from mpidp.hdf5.gather import MOST_DECODED_BYTES
-from mpidp.hdf5.lanes import automatic_lanes
+from mpidp.hdf5.describe import Paths, absolute_paths, check_present, decoders, describe
+from mpidp.hdf5.device_copy import DeviceCopier
+from mpidp.hdf5.field import Fields, FieldSpec, field_specs
+from mpidp.hdf5.filters import DEFLATE, inflater
+from mpidp.hdf5.modes import Source, check_mode, open_source
 from mpidp.hdf5.order import Order, Shuffle
 from mpidp.hdf5.pieces import Selection
-from mpidp.hdf5.prefetch import Prefetcher
+from mpidp.hdf5.ring import BatchRing
+from mpidp.hdf5.sample_random import SampleRandom
+from mpidp.hdf5.source import Mode, Stretch
 from mpidp.hdf5.split import Part, Split
+from mpidp.hdf5.steps import Share
+from mpidp.hdf5.transform import BatchTransform, SampleTransform, transform_batch, transform_samples
+from mpidp.world.memory import memory_limit
 
 if TYPE_CHECKING:
     from mpidp.world.world import World
 
-Transform = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+T = TypeVar("T")
 
 
 class HDF5Loader:
@@ -36,15 +45,31 @@ class HDF5Loader:
     One `for` loop is the rest of the current epoch; at its end the next epoch, with another order, is
     current. A batch counts as consumed when it is handed out, so `state_dict()` inside the loop body includes
     it, and what was only read ahead is never included. After a `break` the next loop goes on behind the last
-    batch handed out. Every rank takes the same number of steps; no iteration is collective.
+    batch handed out. Every rank takes the same number of steps; no iteration is collective, but for mode
+    "store", in which every rank must take them.
 
-    paths: one HDF5 file or several, laid end to end. fields: names of datasets whose first axis counts
-    samples. global_batch: samples of a step over all ranks. seed: of order and split. world: the ranks that
-    share the samples; None is this process alone, on the CPU. shuffle: "lanes", "full" or "none" (see
-    `Order`). lanes, mixing_chunks: see `Order`; lanes are chosen from the file when None. split: ("train", f)
-    or ("validation", f) takes that part of the rows, f being the fraction for validation. transform: is given
-    the fields of a batch, a dict of tensors (samples, ...) on the device, and returns such a dict with as
-    many samples; batches may have none. prefetch_batches: how many batches are read ahead.
+    A batch on the CPU is memory of the loader's, which is used again when nothing refers to it any more.
+
+    paths: one HDF5 file or several, laid end to end. fields: names of datasets, or `FieldSpec`s for what is
+    not taken as it is stored along the first axis. global_batch: samples of a step over all ranks. seed: of
+    order, split and the transforms' random numbers. world: the ranks that share the samples; None is this
+    process alone, on the CPU. shuffle: "lanes", "full" or "none" (see `Order`). lanes, mixing_chunks: see
+    `Order`; chosen from the file and `memory_bytes` when None. split: ("train", f) or ("validation", f) takes
+    that part of the rows, f being the fraction for validation.
+
+    mode: where rows come from; it never changes which samples form a batch. "stream": from the files, by
+    threads. "node": from one decoded copy in the memory of each node. "store": from the memory of all ranks,
+    over which the data are spread. "stage": from a copy of the files in `stage_folder` (by default the job's
+    temporary folder), made once a node.
+
+    transform: is given the fields of a batch, a dict of tensors (samples, ...) on the device, and returns such
+    a dict with as many samples; batches may have none. If it takes a second argument, that is a
+    `SampleRandom`. sample_transform: is given the fields of one sample on the CPU and a `torch.Generator`.
+    What they draw depends on seed, epoch and sample, not on the number of ranks.
+
+    prefetch_batches: how many batches are read ahead. threads: that decode; this rank's cores when None.
+    memory_bytes: of each node that decoded rows read ahead may take; an eighth of it, at most 2 GiB, when None.
+    allow_holes: whether chunks that were never written may read as the dataset's fill value.
 
     Raises `DataError` on every rank for files or values that cannot be used, and `MismatchError` when ranks
     were given different ones.
@@ -53,33 +78,54 @@ class HDF5Loader:
     def __init__(
         self,
         paths: Paths,
-        fields: Sequence[str],
+        fields: Fields,
         global_batch: int,
         seed: int = 0,
         world: World | None = None,
         shuffle: Shuffle = "lanes",
         lanes: int | None = None,
-        mixing_chunks: int = 4,
+        mixing_chunks: int | None = None,
         split: tuple[Part, float] | None = None,
-        transform: Transform | None = None,
+        transform: BatchTransform | None = None,
         prefetch_batches: int = 2,
+        *,
+        mode: Mode = "stream",
+        sample_transform: SampleTransform | None = None,
+        stage_folder: str | Path | None = None,
+        threads: int | None = None,
+        memory_bytes: int | None = None,
+        allow_holes: bool = False,
     ) -> None:
         self.world = world
-        order = (global_batch, seed, shuffle, lanes, mixing_chunks, split)
-        _check_agreed(world, (absolute_paths(paths), tuple(fields), order))
-        self.dataset = _describe(world, paths, fields)
+        specs = field_specs(fields)
+        order = (global_batch, seed, shuffle, lanes, mixing_chunks, split, mode, memory_bytes, allow_holes)
+        _check_agreed(world, (absolute_paths(paths), tuple(spec.settings() for spec in specs), order))
+        self.dataset = _describe(world, paths, specs, allow_holes)
+        node_bytes = memory_bytes or _from_root(world, lambda: default_node_bytes(memory_limit()))
+        self._rank_bytes = node_bytes // (1 if world is None else world.local_size)
         with nullcontext() if world is None else world.together("choosing the order of the samples"):
+            check_mode(mode)
             self._selection = _select(self.dataset, split, seed)
-            if lanes is None:
-                lanes = automatic_lanes(self.dataset.num_rows, self.dataset.mean_chunk_bytes, mixing_chunks)
+            if lanes is None or mixing_chunks is None:
+                lanes, mixing_chunks = choose_mixing(self.dataset, node_bytes, lanes, mixing_chunks)
             self.order = Order(self._selection.chunk_rows, seed, lanes, mixing_chunks, global_batch, shuffle)
             _check_batches(global_batch, prefetch_batches, self.order.num_samples, self.dataset)
+            self._threads = _threads(threads, world)
+        self.mode = mode
         self._transform = transform
-        self._prefetch_batches = prefetch_batches
+        self._sample_transform = sample_transform
         self._epoch = 0
         self._position = 0
-        self._active: Prefetcher[Assembled] | None = None
-        _warn_if_slow(self.order, self.dataset, world)
+        self._copier = DeviceCopier(self._device)
+        self._stretch: Stretch | None = None
+        self._stretch_at = (0, 0)
+        self._pass = object()
+        if world is None or world.rank == 0:
+            for text in [*slow_paths(self.dataset), *self._order_warnings()]:
+                warnings.warn(text, stacklevel=2)
+        self._source: Source | None = open_source(
+            mode, self._selection, world, self._ring(prefetch_batches), prefetch_batches, self._threads, stage_folder
+        )
 
     @property
     def num_samples(self) -> int:
@@ -101,32 +147,53 @@ class HDF5Loader:
         """Steps from the position to the end of the current epoch."""
         return self.order.steps(self._position)
 
+    @property
+    def line(self) -> str:
+        """Where rows come from, in what order and how they are decoded, in one line."""
+        order = f"shuffle {self.order.shuffle}"
+        if self.order.shuffle == "lanes":
+            order += f" ({self.order.lanes} lanes of {self.order.mixing_chunks} chunks)"
+        where = "" if self._source is None else f", {self._source.line}"
+        threads = f"{self._threads} thread{'s' * (self._threads > 1)} a rank"
+        return f"{order}{where}, {decoding(self.dataset)} by {threads}"
+
     def __len__(self) -> int:
         """Return the number of steps of a whole epoch."""
         return self.order.steps()
 
     def __iter__(self) -> Iterator[Batch]:
-        self.close()
+        this = self._pass = object()
         if self._position == self.num_samples:
             self._finish_epoch()
-        rank, size = (0, 1) if self.world is None else (self.world.rank, self.world.size)
-        plan = self.order.plan(self._epoch)
-        make = partial(assemble, self._selection, plan, self._position, size, rank, self._device)
-        active = self._active = Prefetcher(make, self._prefetch_batches)
-        try:
-            for assembled in active:
-                batch = self._batch(assembled)
-                self._position = assembled.stop
-                yield batch
+        while self._position < self.num_samples:
+            if self._pass is not this:
+                raise RuntimeError("this pass over the loader was closed, for instance by another pass that began")
+            try:
+                assembled = next(self._steps())
+            except BaseException:
+                self._end_reading()  # so that another pass starts anew, and says what is wrong if it still is
+                raise
+            self._position = assembled.step.stop
+            self._stretch_at = self._epoch, self._position
+            yield self._batch(assembled)
+        if self._pass is this:
             self._finish_epoch()
-        finally:
-            active.close()
+
+    def stop(self) -> None:
+        """End the pass in progress, if any, and all threads. The position stays, and another pass may follow."""
+        self._pass = object()
+        self._end_reading()
 
     def close(self) -> None:
-        """End the pass in progress, if any, and its thread. The position stays."""
-        if self._active is not None:
-            self._active.close()
-            self._active = None
+        """End the pass in progress and all threads, and give back memory and copied files. The position stays.
+
+        Collective in modes "node" and "store". Another pass opens what is needed again in mode "stream"; in the
+        others it is an error.
+        """
+        self.stop()
+        if self.mode != "stream" and self._source is not None:
+            self._source.close()
+            self._source = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the order depends on, and how many global samples of which epoch were handed out."""
@@ -163,7 +230,7 @@ class HDF5Loader:
         if not 0 <= state["position"] <= self.num_samples or state["epoch"] < 0:
             place = f"epoch {state['epoch']}, position {state['position']}"
             raise DataError(f"the checkpoint is at {place}, outside {self.num_samples} samples; it is damaged")
-        self.close()
+        self.stop()
         adopted = {name: state[name] for name in ("seed", "lanes", "mixing_chunks")}
         self.order = replace(self.order, **adopted)
         self._epoch, self._position = state["epoch"], state["position"]
@@ -172,22 +239,103 @@ class HDF5Loader:
     def _device(self) -> torch.device:
         return torch.device("cpu") if self.world is None else self.world.device
 
+    @property
+    def _ranks(self) -> tuple[int, int]:
+        return (1, 0) if self.world is None else (self.world.size, self.world.rank)
+
+    def _ring(self, prefetch_batches: int) -> BatchRing:
+        """Return memory for the batches that wait, the one being made and the one being used."""
+        size, _ = self._ranks
+        most = min(self.order.global_batch, most_rows(self.order, size))
+        return BatchRing(self.dataset.fields, most, prefetch_batches + 2, self._device)
+
+    def _order_warnings(self) -> list[str]:
+        return warnings_about(self.order, self.dataset, self._rank_bytes, self._ranks[0])
+
+    def _steps(self) -> Stretch:
+        """Return what gives the step at the present position next."""
+        if self._stretch is None or self._stretch_at != (self._epoch, self._position):
+            self._end_reading()
+            if self._source is None:
+                raise DataError("this loader is closed; make another")
+            size, rank = self._ranks
+            use = resources(self.order, self.dataset.row_bytes, self._rank_bytes, self._threads, size, rank)
+            self._stretch = self._source.steps(self.order, Share(self._epoch, self._position, size, rank), use)
+        return self._stretch
+
+    def _end_reading(self) -> None:
+        if self._stretch is not None:
+            self._stretch.close()
+            self._stretch = None
+
     def _finish_epoch(self) -> None:
         self._epoch, self._position = self._epoch + 1, 0
+        if self._stretch is not None and self._stretch_at == (self._epoch - 1, self.num_samples):
+            self._stretch_at = self._epoch, 0  # which is what it gives next
 
     def _batch(self, assembled: Assembled) -> Batch:
-        tensors = {name: t.to(self._device, non_blocking=True) for name, t in assembled.tensors.items()}
+        tensors, size = assembled.tensors, len(assembled.indices)
+        random = (self.order.seed, assembled.step.epoch, assembled.indices)
+        if self._sample_transform is not None:
+            tensors = transform_samples(
+                self._sample_transform, tensors, SampleRandom(*random, torch.device("cpu")), size
+            )
+        tensors = self._copier(tensors)
         if self._transform is not None:
-            tensors = self._transform(tensors)
-            _check_transformed(tensors, len(assembled.indices))
-        return Batch(tensors, assembled.indices, assembled.stop - assembled.start, self.world)
+            tensors = transform_batch(self._transform, tensors, SampleRandom(*random, self._device), size)
+        return Batch(tensors, assembled.indices, assembled.step.stop - assembled.step.start, self.world)
 
 
-def _describe(world: World | None, paths: Paths, fields: Sequence[str]) -> DataSet:
+def most_rows(order: Order, size: int) -> int:
+    """Return the most samples that a rank of `size` has in a step."""
+    if order.shuffle != "lanes":
+        return -(-order.global_batch // size)
+    lanes = math.ceil(order.lanes / size)
+    places = math.ceil(order.global_batch / order.lanes)
+    sharers = max(1, size // order.lanes)  # of the lane that the fewest ranks share
+    return lanes * math.ceil(places / sharers)
+
+
+def decoding(dataset: DataSet) -> str:
+    """Return how the fields are decoded, in a few words."""
+    if any(reason for file in dataset.files for reason in file.slow):
+        return "partly by HDF5 itself"
+    filters = {step for file in dataset.files for storage in file.storages if storage for step in storage.filters}
+    if not filters:
+        return "read as it is"
+    names = sorted(inflater() if step.number == DEFLATE else step.name for step in filters)
+    return f"decoded without HDF5 ({', '.join(dict.fromkeys(names))})"
+
+
+def slow_paths(dataset: DataSet) -> list[str]:
+    """Return a line for each dataset that only HDF5 can read, with the reason; one thread decodes it."""
+    lines: dict[str, str] = {}
+    for file in dataset.files:
+        for field, reason in zip(dataset.fields, file.slow, strict=True):
+            if reason:
+                line = f'{file.path}: dataset "{field.dataset}" is read by HDF5, one thread at a time: {reason}'
+                lines.setdefault(field.name, line)
+    return list(lines.values())
+
+
+def _from_root(world: World | None, function: Callable[[], T]) -> T:
+    """Return what `function` gives on rank 0. Collective."""
+    return function() if world is None else world.from_root(function)
+
+
+def _threads(threads: int | None, world: World | None) -> int:
+    if threads is not None and threads < 1:
+        raise DataError(f"threads is {threads}; give at least 1")
+    return threads or (len(os.sched_getaffinity(0)) if world is None else world.cores)
+
+
+def _describe(world: World | None, paths: Paths, specs: tuple[FieldSpec, ...], allow_holes: bool) -> DataSet:
     """Return the data set as rank 0 finds it, checked to be there on every node. Collective."""
     if world is None:
-        return describe(paths, fields)
-    dataset = world.from_root(lambda: describe(paths, fields))
+        return describe(paths, specs, allow_holes)
+    # The user's functions are each rank's own: they stay where they are.
+    dataset = world.from_root(lambda: replace(describe(paths, specs, allow_holes), decoders={}))
+    dataset = replace(dataset, decoders=decoders(specs))
     with world.together("finding the data"):
         if world.local_rank == 0:
             check_present(dataset)
@@ -203,7 +351,8 @@ def _check_agreed(world: World | None, settings: tuple[object, ...]) -> None:
         if settings != roots:
             raise MismatchError(
                 f"rank {world.rank} made an HDF5Loader with {settings}, rank 0 with {roots}: paths, fields, "
-                "(global_batch, seed, shuffle, lanes, mixing_chunks, split); give the same on every rank"
+                "(global_batch, seed, shuffle, lanes, mixing_chunks, split, mode, memory_bytes, allow_holes); give the "
+                "same on every rank"
             )
 
 
@@ -224,26 +373,3 @@ def _select(dataset: DataSet, split: tuple[Part, float] | None, seed: int) -> Se
     if part not in ("train", "validation"):
         raise DataError(f'split asks for part {part!r}; give "train" or "validation"')
     return Selection(dataset, Split(dataset.chunk_rows, fraction, seed), part)
-
-
-def _check_transformed(tensors: dict[str, Tensor], size: int) -> None:
-    for name, tensor in tensors.items():
-        if tensor.dim() == 0 or len(tensor) != size:
-            raise DataError(
-                f'transform returned "{name}" of shape {tuple(tensor.shape)} for a batch of {size} samples; '
-                "its first axis must still count them"
-            )
-
-
-def _warn_if_slow(order: Order, dataset: DataSet, world: World | None) -> None:
-    """Say once on rank 0 when whole chunks will be decoded for single rows."""
-    too_large = dataset.num_rows * dataset.row_bytes > MOST_DECODED_BYTES
-    rows = dataset.num_rows // len(dataset.chunk_rows)
-    if order.shuffle == "full" and too_large and rows > 1 and any(file.chunked for file in dataset.files):
-        if world is not None and world.rank != 0:
-            return
-        warnings.warn(
-            f'shuffle="full" on {dataset.files[0].path} decodes a chunk of about {rows} rows for each row; '
-            'shuffle="lanes" decodes each chunk once, or write the file with smaller chunks',
-            stacklevel=3,
-        )

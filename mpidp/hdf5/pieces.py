@@ -7,7 +7,7 @@ import numpy as np
 from mpidp.hdf5.dataset import DataSet, Rows
 from mpidp.hdf5.keyed import IntArray
 from mpidp.hdf5.lanes import Piece
-from mpidp.hdf5.reader import Reader
+from mpidp.hdf5.rows import RowReader
 from mpidp.hdf5.split import Part, Split
 
 
@@ -26,30 +26,47 @@ class Selection:
 
     def offsets(self, piece: Piece) -> IntArray:
         """Return where the selected rows of `piece` lie in their chunk: ascending int64 offsets."""
-        if self.split is None:
-            return np.arange(piece.start, piece.stop, dtype=np.int64)
+        assert self.split is not None
         return self.split.rows(piece.chunk, self.part)[piece.start : piece.stop]
 
 
 class PieceReader:
-    """Reads pieces: selected rows [start, stop) of a chunk."""
+    """Reads pieces: selected rows [start, stop) of a chunk; for any number of threads."""
 
-    def __init__(self, selection: Selection) -> None:
+    def __init__(self, selection: Selection, cache_bytes: int = 64 * 2**20) -> None:
         self.selection = selection
-        self._reader = Reader(selection.dataset)
+        self._rows = RowReader(selection.dataset, cache_bytes)
 
     def read(self, piece: Piece, into: Rows) -> None:
         """Fill `into`, which has room for just the rows of `piece`, by one read of the span they lie in."""
         if piece.start == piece.stop:
             return
+        if self.selection.split is not None:
+            self._read_selected(piece, into)
+            return
+        dataset = self.selection.dataset
+        first = int(dataset.chunk_starts[piece.chunk]) + piece.start
+        count = piece.stop - piece.start
+        into.numbers[:] = np.arange(first, first + count)
+        file, start = dataset.file_of(first)
+        for number, field in enumerate(dataset.fields):
+            self._rows.read(file, number, start, start + count, into.fields[field.name])
+
+    def _read_selected(self, piece: Piece, into: Rows) -> None:
         dataset = self.selection.dataset
         offsets = self.selection.offsets(piece)
         into.numbers[:] = dataset.chunk_starts[piece.chunk] + offsets
         file, start = dataset.file_of(int(into.numbers[0]))
         span = int(offsets[-1] - offsets[0]) + 1
-        for field in dataset.fields:
-            values = self._reader.read(file, field, start, start + span)
-            into.fields[field.name][:] = values if span == len(offsets) else values[offsets - offsets[0]]
+        for number, field in enumerate(dataset.fields):
+            values = np.empty((span, *field.shape), field.dtype)
+            self._rows.read(file, number, start, start + span, values)
+            values.take(offsets - offsets[0], axis=0, out=into.fields[field.name], mode="clip")
+
+    def reads_single_rows(self, chunk: int) -> bool:
+        """Whether rows of a chunk may be read one by one at no cost but that of the reads."""
+        file, _ = self.selection.dataset.file_of(int(self.selection.dataset.chunk_starts[chunk]))
+        return all(storage is not None and storage.is_plain for storage in self.selection.dataset.files[file].storages)
 
     def empty(self, count: int) -> Rows:
         """Return room for `count` rows."""
@@ -57,4 +74,4 @@ class PieceReader:
 
     def close(self) -> None:
         """Close all files."""
-        self._reader.close()
+        self._rows.close()

@@ -15,6 +15,7 @@ from mpidp.hdf5.loader import HDF5Loader
 from mpidp.hdf5.order import Order
 from mpidp.reduce.layout import BucketLayout, bucket_layout
 from mpidp.tools.table import size_text, table
+from mpidp.train.data import field_specs_of
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -70,12 +71,14 @@ def _training_loader(config: RunConfig) -> HDF5Loader:
     data = config.data
     return HDF5Loader(
         data.train,
-        data.fields,
+        field_specs_of(data),
         data.global_batch,
         seed=config.run.seed,
         shuffle=data.shuffle,
         lanes=data.lanes or None,
-        mixing_chunks=data.mixing_chunks,
+        mixing_chunks=data.mixing_chunks or None,
+        memory_bytes=data.memory_bytes or None,
+        allow_holes=data.allow_holes,
         split=("train", data.validation_fraction) if data.validation_fraction else None,
     )
 

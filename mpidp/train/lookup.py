@@ -25,9 +25,8 @@ def find(key: str, name: str, built_in: Mapping[str, str]) -> Callable[..., Any]
     if ":" not in place:
         close = difflib.get_close_matches(name, built_in, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(
-            f"{key} = {name!r} is unknown.{hint} Built in: {', '.join(built_in)}; or give module:function."
-        )
+        known = f" Built in: {', '.join(built_in)}; or give" if built_in else " Give"
+        raise ConfigError(f"{key} = {name!r} is unknown.{hint}{known} module:function.")
     module_name, function_name = place.split(":", 1)
     if "" not in sys.path:
         sys.path.insert(0, "")  # a console script, unlike `python -m`, does not look into the current folder

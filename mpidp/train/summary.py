@@ -26,7 +26,7 @@ def describe_start(trainer: "Trainer") -> str:
         f"mpidp {mpidp.__version__}: {count(world.size, 'rank')} on {count(world.num_nodes, 'node')}, "
         f"device {world.device.type}, run folder {trainer.folder.path}\n"
         f"data: {loader.num_samples:,} samples to train{held_out}; {count(len(loader), 'step')} an epoch, "
-        f"{loader.order.global_batch} samples a step\n"
+        f"{loader.order.global_batch} samples a step; {loader.line}\n"
         f"model: {trainer.config.model.name}, {parameters:,} parameters; "
         f"reducer {trainer.model.choice.name} ({trainer.model.choice.reason})"
     )

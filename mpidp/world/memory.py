@@ -19,18 +19,24 @@ def available_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
 
     That is what the node has available, or less where a control group, as Slurm makes one for a job, limits it.
     """
-    found = [*_node(proc), *_limits(proc, cgroups)]
-    return min(found, default=None)
+    left = [left for _, left in _limits(proc, cgroups)]
+    return min([*_meminfo(proc, "MemAvailable"), *left], default=None)
 
 
-def _node(proc: Path) -> list[int]:
+def memory_limit(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
+    """Return the bytes that this job may use on this node, whatever is in use now; None where nothing is said."""
+    most = [most for most, _ in _limits(proc, cgroups)]
+    return min([*_meminfo(proc, "MemTotal"), *most], default=None)
+
+
+def _meminfo(proc: Path, name: str) -> list[int]:
     facts = proc / "meminfo"
-    match = re.search(r"^MemAvailable:\s+(\d+) kB", facts.read_text(), re.MULTILINE) if facts.exists() else None
+    match = re.search(rf"^{name}:\s+(\d+) kB", facts.read_text(), re.MULTILINE) if facts.exists() else None
     return [int(match.group(1)) * 1024] if match else []
 
 
-def _limits(proc: Path, cgroups: Path) -> Iterator[int]:
-    """Yield what each control group that this process is in leaves, outer groups included."""
+def _limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
+    """Yield the limit of each control group that this process is in, outer groups included, and what it leaves."""
     memberships = proc / "self" / "cgroup"
     if not memberships.exists():
         return
@@ -42,7 +48,7 @@ def _limits(proc: Path, cgroups: Path) -> Iterator[int]:
             yield from _left(cgroups / "memory", path, *_VERSION_1)
 
 
-def _left(root: Path, path: str, limit: str, usage: str, cached: str) -> Iterator[int]:
+def _left(root: Path, path: str, limit: str, usage: str, cached: str) -> Iterator[tuple[int, int]]:
     # In a container the path may be one of the host's: then the root of what is mounted is this process's group.
     group = root / path.strip("/")
     groups = [group, *group.parents] if group.is_dir() else [root]
@@ -54,4 +60,4 @@ def _left(root: Path, path: str, limit: str, usage: str, cached: str) -> Iterato
         if most.strip() == "max":
             continue
         match = re.search(rf"^{cached} (\d+)", stat, re.MULTILINE)
-        yield max(0, int(most) - int(used) + (int(match.group(1)) if match else 0))
+        yield int(most), max(0, int(most) - int(used) + (int(match.group(1)) if match else 0))

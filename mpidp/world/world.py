@@ -17,6 +17,7 @@ import torch
 from mpidp.errors import LaunchError
 from mpidp.world.abort import AbortGuard
 from mpidp.world.awareness import Awareness, decide, library_hint, probe_in_child
+from mpidp.world.cores import cores_per_rank
 from mpidp.world.device import check_not_shared, device_uuid, set_device
 from mpidp.world.launch import launch_facts, size_mismatch
 from mpidp.world.mpi import MPI
@@ -48,6 +49,7 @@ class World:
         node, num_nodes: number of this node, and of all; nodes are numbered by their lowest rank.
         host: name of this node.
         device: where this rank computes.
+        cores: this rank's share of the cores it may run on.
         cuda_aware: whether MPI may be given this device's memory, and why.
         comm: mpidp's own duplicate of MPI.COMM_WORLD; its traffic never mixes with the user's.
         node_comm: the ranks of this node.
@@ -63,6 +65,7 @@ class World:
     num_nodes: int
     host: str
     device: torch.device
+    cores: int
     cuda_aware: Awareness
     comm: MPI.Intracomm = field(repr=False)
     node_comm: MPI.Intracomm = field(repr=False)
@@ -215,6 +218,7 @@ def _make_world(share_gpu: bool) -> World:
         num_nodes=topology.num_nodes,
         host=host,
         device=device,
+        cores=cores_per_rank(node_comm),
         cuda_aware=_decide_awareness(comm, node_comm, device),
         comm=comm,
         node_comm=node_comm,

@@ -33,7 +33,8 @@ TRAIN_OPTIONS = """
 --help --resume --dry-run --dry_run --ranks --print-config --print_config
 --run.name --run.folder --run.seed
 --data.train --data.validation --data.validation_fraction --data.fields --data.global_batch --data.shuffle
---data.lanes --data.mixing_chunks --data.transform
+--data.lanes --data.mixing_chunks --data.mode --data.stage_folder --data.memory_bytes --data.threads --data.allow_holes
+--data.transform --data.sample_transform
 --model.name --loss.name --optimizer.name --optimizer.lr --scheduler.name
 --train.epochs --train.clip_norm --train.micro_batch --train.dtype --train.threads --train.on_end
 --reduce.reducer --reduce.bucket_bytes --reduce.piece_bytes --reduce.wire --reduce.error_feedback --reduce.check_finite
@@ -115,7 +116,17 @@ def test_the_watch_for_heavy_modules_sees_them() -> None:
 
 
 def test_public_names() -> None:
-    expected = {"Batch", "DataParallel", "HDF5Loader", "StopSignal", "World", "__version__", "errors", "init"}
+    expected = {
+        "Batch",
+        "DataParallel",
+        "FieldSpec",
+        "HDF5Loader",
+        "StopSignal",
+        "World",
+        "__version__",
+        "errors",
+        "init",
+    }
     assert set(mpidp.__all__) == expected
     assert expected <= set(dir(mpidp))
     with pytest.raises(AttributeError, match="no attribute 'initt'"):

@@ -109,7 +109,7 @@ def test_defaults_are_valid_once_data_and_model_are_named() -> None:
         ("data", "fields", ("x", "x")),
         ("data", "global_batch", 0),
         ("data", "lanes", -1),
-        ("data", "mixing_chunks", 0),
+        ("data", "mixing_chunks", -1),
         ("data", "transform", "no name"),
         ("model", "name", "module:"),
         ("model", "arguments", {"not-a-name": 1}),
@@ -154,8 +154,18 @@ def test_module_function_names_are_allowed() -> None:
 def test_every_field_but_tables_and_choices_has_a_check() -> None:
     keys = {f"{name}.{key}" for name, section in asdict(RunConfig()).items() for key in section}
     unchecked = {key for key in keys if key.endswith(".arguments")}
-    # Literals and booleans are checked on reading.
-    unchecked |= {"data.shuffle", "train.dtype", "reduce.reducer", "reduce.wire", "reduce.overlap"}
+    # Literals and booleans are checked on reading; any folder may be named.
+    unchecked |= {
+        "data.mode",
+        "data.allow_holes",
+        "data.stage_folder",
+        "data.field",
+        "data.shuffle",
+        "train.dtype",
+        "reduce.reducer",
+        "reduce.wire",
+        "reduce.overlap",
+    }
     unchecked |= {"reduce.error_feedback", "reduce.check_finite", "checkpoint.background", "checkpoint.on_failure"}
     assert set(config._CHECKS) == keys - unchecked
 

@@ -1,0 +1,155 @@
+"""Enters: what a user says of a field. Leaves: the field as a batch holds it, its name, shape and dtype.
+
+Plain names and numbers: neither files nor tensors are touched here.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpidp.errors import DataError
+
+Decode = Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
+
+BFLOAT16 = "bfloat16"
+_CODES = ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
+SUPPORTED = frozenset(np.dtype(code) for code in _CODES)
+
+# torch has few operators for unsigned integers of more than 8 bits, so they are read as the next signed type.
+_WIDER: dict[np.dtype[Any], np.dtype[Any]] = {
+    np.dtype("u2"): np.dtype("i4"),
+    np.dtype("u4"): np.dtype("i8"),
+    np.dtype("u8"): np.dtype("i8"),
+}
+# What a batch may hold: torch has these, with all their operators.
+_TARGETS = {str(dtype) for dtype in SUPPORTED - _WIDER.keys()} | {BFLOAT16}
+
+
+@dataclass(frozen=True)
+class FieldSpec:
+    """How a dataset becomes a field of the batches.
+
+    dataset: its name in the files. name: of the field; that of the dataset (and member) where empty.
+    member: a member of a compound type. axis: which axis counts the samples; negative from the end.
+    dtype: of the tensors, such as "float32" or "bfloat16"; that of the file where empty, uint16, uint32 and
+    uint64 as the next wider signed integer. scale, offset: values become value * scale + offset (float32
+    unless `dtype` says otherwise).
+    decode: given an array (n, ...) of stored values, such as fixed-length strings or compounds, returns n
+    numbers or arrays of one shape. It is called in threads, for any n of at least 1, before scale and offset.
+
+    Raises `DataError` for what cannot be.
+    """
+
+    dataset: str
+    name: str = ""
+    member: str = ""
+    axis: int = 0
+    dtype: str = ""
+    scale: float = 1.0
+    offset: float = 0.0
+    decode: Decode | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            object.__setattr__(self, "name", f"{self.dataset}.{self.member}" if self.member else self.dataset)
+        if self.dtype and self.dtype not in _TARGETS:
+            raise DataError(
+                f'dtype of field "{self.name}" is "{self.dtype}"; give one of {", ".join(sorted(_TARGETS))}'
+            )
+        if not np.isfinite([self.scale, self.offset]).all() or self.scale == 0:
+            raise DataError(
+                f'field "{self.name}" has scale {self.scale} and offset {self.offset}; give finite, scale not 0'
+            )
+        if self.rescales and self.dtype and np.dtype(self._target).kind not in "fc" and self.dtype != BFLOAT16:
+            raise DataError(
+                f'field "{self.name}" has scale or offset and dtype {self.dtype}; give a floating-point dtype'
+            )
+
+    @property
+    def rescales(self) -> bool:
+        """Whether values are multiplied or shifted."""
+        return (self.scale, self.offset) != (1.0, 0.0)
+
+    @property
+    def _target(self) -> str:
+        return "u2" if self.dtype == BFLOAT16 else self.dtype or "f4"
+
+    def settings(self) -> tuple[Any, ...]:
+        """Return everything that ranks must agree on; the decode function by its name."""
+        decode = self.decode and f"{self.decode.__module__}.{getattr(self.decode, '__qualname__', type(self.decode))}"
+        place = (self.dataset, self.name, self.member, self.axis)
+        return (*place, self.dtype, self.scale, self.offset, decode)
+
+
+Fields = Sequence[str | FieldSpec]
+
+
+def field_specs(fields: Fields) -> tuple[FieldSpec, ...]:
+    """Return a spec for each field; raises `DataError` unless there are some, with different names."""
+    if not isinstance(fields, str):
+        specs = tuple(FieldSpec(field) if isinstance(field, str) else field for field in fields)
+        if specs and len({spec.name for spec in specs}) == len(specs):
+            return specs
+    raise DataError(f"fields is {fields!r}; give a sequence of different dataset names, such as ('x', 'y')")
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field as batches hold it: an array of `shape` for each sample.
+
+    name: in the batches. shape: of a sample. axis: of the dataset, from 0, that counts samples.
+    stored: dtype in the file (of the member, of what `decode` returns), native byte order; uint16 where
+    `stored_bfloat16`, which NumPy does not know.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stored: np.dtype[Any]
+    dataset: str = ""
+    member: str = ""
+    axis: int = 0
+    target: str = ""
+    scale: float = 1.0
+    offset: float = 0.0
+    stored_bfloat16: bool = False
+    decoded: bool = False
+
+    @property
+    def is_bfloat16(self) -> bool:
+        """Whether batches hold bfloat16; `dtype`, which NumPy has to do with, is then uint16."""
+        return self.target == BFLOAT16 or (not self.target and self.stored_bfloat16 and not self.rescales)
+
+    @property
+    def rescales(self) -> bool:
+        """Whether values are multiplied or shifted."""
+        return (self.scale, self.offset) != (1.0, 0.0)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype in memory: the target, or else `stored` (float32 if rescaled, unsigned integers widened)."""
+        if self.is_bfloat16:
+            return np.dtype("u2")
+        if self.target:
+            return np.dtype(self.target)
+        if self.rescales:
+            return self.stored if self.stored.kind in "fc" and not self.stored_bfloat16 else np.dtype("f4")
+        return _WIDER.get(self.stored, self.stored)
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype in memory as a user would write it."""
+        return BFLOAT16 if self.is_bfloat16 else str(self.dtype)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether stored values in native byte order are just what batches hold."""
+        plain = not (self.member or self.decoded or self.rescales)
+        return plain and self.dtype == self.stored and self.is_bfloat16 == self.stored_bfloat16
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one sample in memory."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize

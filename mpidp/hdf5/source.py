@@ -1,0 +1,117 @@
+"""Enters: selected rows, their order. Leaves: this rank's samples of each step, from files or from memory.
+
+Where rows come from never changes which samples form a step. A source serves one stretch of steps at a time.
+"""
+
+from collections.abc import Generator
+from functools import partial
+from typing import Literal, Protocol
+
+from mpidp.hdf5.assemble import Assembled, assemble, tensors_of
+from mpidp.hdf5.budget import Resources
+from mpidp.hdf5.dataset import Rows
+from mpidp.hdf5.keyed import IntArray
+from mpidp.hdf5.order import Order
+from mpidp.hdf5.pieces import Selection
+from mpidp.hdf5.prefetch import Prefetcher
+from mpidp.hdf5.ring import BatchRing
+from mpidp.hdf5.steps import Share, step_rows
+
+Mode = Literal["stream", "node", "store", "stage"]
+
+
+class Stretch(Protocol):
+    """The steps of a rank from some position on, without end."""
+
+    def __next__(self) -> Assembled:
+        """Return the next step."""
+
+    def close(self) -> None:
+        """End it; what was read ahead is dropped."""
+
+
+class FileSource:
+    """Rows read from the files, `depth` steps ahead, by threads."""
+
+    def __init__(self, selection: Selection, ring: BatchRing, depth: int, line: str) -> None:
+        self.line = line
+        self._selection = selection
+        self._ring = ring
+        self._depth = depth
+
+    def steps(self, order: Order, share: Share, use: Resources) -> Stretch:
+        """Return the steps of `share`, without end."""
+        return Prefetcher(partial(assemble, self._selection, order, share, self._ring, use), self._depth)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Memory(Protocol):
+    """All selected rows in memory somewhere; see `node_memory.py` and `spread_memory.py`."""
+
+    @property
+    def line(self) -> str:
+        """What is held, in one line."""
+
+    def start(self, numbers: IntArray) -> None:
+        """Begin to fetch rows."""
+
+    def finish(self, out: Rows | None) -> None:
+        """Copy the rows of the last `start` to `out`, or drop them if it is None."""
+
+    def close(self) -> None:
+        """Give the memory back."""
+
+
+class MemorySource:
+    """Rows fetched from memory: `depth` steps ahead by a thread, or with 0 by the thread that takes the steps.
+
+    In the latter case the rows of the next step are asked for before this one is handed out, so that they may
+    travel while it is computed.
+    """
+
+    def __init__(self, memory: Memory, selection: Selection, ring: BatchRing, depth: int) -> None:
+        self._memory = memory
+        self._fields = selection.dataset.fields
+        self._ring = ring
+        self._depth = depth
+        self._asked = False
+
+    @property
+    def line(self) -> str:
+        """What is held, in one line."""
+        return self._memory.line
+
+    def steps(self, order: Order, share: Share, use: Resources) -> Stretch:
+        """Return the steps of `share`, without end."""
+        if self._depth:
+            return Prefetcher(partial(self._fetched, order, share, False), self._depth)
+        return self._fetched(order, share, True)
+
+    def close(self) -> None:
+        """Give the memory back. Collective where it is shared."""
+        self._memory.close()
+
+    def _fetched(self, order: Order, share: Share, ahead: bool) -> Generator[Assembled, None, None]:
+        if self._asked:
+            # For a stretch that was left. Not when it was left: a collector may do that, in any thread.
+            self._memory.finish(None)
+            self._asked = False
+        wanted = step_rows(order, share)
+        step, numbers = next(wanted)
+        self._ask(numbers)
+        for following, following_numbers in wanted:
+            rows = self._ring.take(len(numbers))
+            self._memory.finish(rows)
+            self._asked = False
+            if ahead:
+                self._ask(following_numbers)
+            yield Assembled(step, tensors_of(rows, self._fields), rows.numbers)
+            if not ahead:
+                self._ask(following_numbers)
+            step, numbers = following, following_numbers
+
+    def _ask(self, numbers: IntArray) -> None:
+        self._memory.start(numbers)
+        self._asked = True
