@@ -17,12 +17,17 @@ MOST_BYTES = 2**30  # of one transfer: counts are C integers
 
 
 class Window:
-    """A window on `memory` (uint8) of every rank, in a passive epoch from beginning to end."""
+    """A window on `memory` (uint8) of every rank, in a passive epoch from beginning to end.
 
-    def __init__(self, comm: MPI.Intracomm, window: MPI.Win, memory: ByteArray) -> None:
+    shared: whether ranks of a node can copy from it without its owner; otherwise a get waits for the owner's next
+    call of MPI (in MPICH and Open MPI for as long as a step computes).
+    """
+
+    def __init__(self, comm: MPI.Intracomm, window: MPI.Win, memory: ByteArray, shared: bool) -> None:
         self.comm = comm
         self.window = window
         self.memory = memory
+        self.shared = shared
         window.Lock_all(MPI.MODE_NOCHECK)
 
     def synchronize(self) -> None:
@@ -54,7 +59,7 @@ def make_window(comm: MPI.Intracomm, num_bytes: int) -> tuple[Window | None, str
     problem = ""
     try:
         with without_noise():
-            window = Window(comm, *_open(comm, max(1, num_bytes), shared))
+            window = Window(comm, *_open(comm, max(1, num_bytes), shared), shared)
     except (MPI.Exception, MemoryError) as error:
         problem = f"no window can be made on rank {comm.rank}: {error}"
     problems = [found for found in comm.allgather(problem) if found]

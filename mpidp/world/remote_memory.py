@@ -80,6 +80,8 @@ class RemoteRows:
         else:
             self._transport, self.way = one_sided, "one-sided"
             self.reason = "a test fetched the right rows on every rank"
+            if not self._window.shared:
+                self.reason += "; gets wait for their target's next call of MPI, as /dev/shm is too small for the rows"
 
     def fetch(self, rows: IntArray, out: ByteArray) -> None:
         """Copy rows (int64 numbers over all ranks, in any order) to `out`, uint8 (len(rows), row_bytes)."""

@@ -190,6 +190,7 @@ def test_memory_of_our_own_where_shared_memory_is_small(
     counts = rows_per_rank("uneven", world.size)
     rows = np.arange(int(counts.sum()))
     with remote(world, counts, 20) as held:
+        assert ("/dev/shm is too small" in held.reason) == (free == 0 and world.size > 1)
         out = np.zeros((len(rows), 20), np.uint8)
         held.fetch(rows, out)
         world.barrier()

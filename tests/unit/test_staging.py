@@ -7,7 +7,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -359,5 +358,4 @@ def test_who_uses_it(node: Path, tmp_path: Path) -> None:
     copies = Staging([make(tmp_path / "x.h5", 10)], folder=node)
     (mark,) = staged_root(node).glob("user-*")
     assert json.loads(mark.read_text())["pid"] == os.getpid()
-    assert time.time() - mark.stat().st_mtime < 3600
     copies.close()
