@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mpidp.config import RunConfig, to_toml
 from mpidp.hdf5.batch import Batch
+from mpidp.hdf5.loader import HDF5Loader
 from mpidp.train import rng
 from mpidp.train.batch_norm import combine_statistics
 from mpidp.train.components import build_model, build_optimizer, build_scheduler
@@ -92,8 +93,10 @@ class Trainer:
             raise
         finally:
             self.recorder.close()
-            self.loader.close()
+            self._end_reading()
             self.folder.close()
+        for loader in self._loaders():
+            loader.close()
         if self.stopped:
             self._check_saved()
             self.world.say(describe_stop(self))
@@ -108,6 +111,14 @@ class Trainer:
         self.world.barrier()
         self._check_saved()
         return ""
+
+    def _loaders(self) -> list[HDF5Loader]:
+        return [self.loader] if self.validation is None else [self.loader, self.validation]
+
+    def _end_reading(self) -> None:
+        """Ends all threads that read. Not collective, as after a failure the other ranks may be anywhere."""
+        for loader in self._loaders():
+            loader.stop()
 
     def _train_epochs(self) -> None:
         """To the last epoch, or until the run is asked to stop; the last checkpoint is complete then."""
