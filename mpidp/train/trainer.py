@@ -46,6 +46,7 @@ def train(config: RunConfig, resume: Path | None = None) -> str:
     """
     world = init()
     config = for_array_task(config, os.environ)
+    check_same(world, [f"resume {resume}"], "the configurations")  # before all take what rank 0 makes of it
     resume, why = world.from_root(lambda: choose_resume(config, resume, os.environ))
     if why:
         world.say(why)
