@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_job import check
+from test_resume import train_and_kill
 from tiny import make_workplace
 
 from jobs import ROOT, Result, run_job
@@ -166,6 +167,22 @@ def test_the_rounding_errors_of_a_16_bit_wire_are_part_of_a_checkpoint(workplace
         shutil.rmtree(path)
     result = train(workplace, 3, *words, "--resume=runs/run")
     assert result.code == 0 and result.output.count("error feedback starts from nothing") == 1, result.output
+
+
+@pytest.mark.parametrize("steps", [(3, 7), (11, 2)])
+def test_killed_while_checkpoints_are_written_in_the_background(workplace: Path, steps: tuple[int, int]) -> None:
+    """Behaviour 43: wherever the newest complete one is, the end is the same, bit for bit."""
+    words = ["--checkpoint.every_steps=1", "--model.arguments.dropout=0.3", "--model.arguments.width=3000"]
+    assert train(workplace, 2, *words, "--run.name=whole").code == 0
+    train_and_kill(workplace, 2, steps[0], *words)
+    train_and_kill(workplace, 2, steps[1], *words, "--resume=runs/run")
+    result = train(workplace, 2, *words, "--resume=runs/run")
+    assert result.code == 0, result.output
+    last = workplace / "runs/run"
+    assert losses(last) == losses(workplace / "runs/whole")
+    whole = load(newest(workplace / "runs/whole/checkpoints")[0])["model"]
+    found = load(newest(last / "checkpoints")[0])["model"]
+    assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
 
 
 @pytest.mark.parametrize("on_failure", ["stop", "warn"])
