@@ -207,10 +207,9 @@ def test_fields_of_all_kinds(world: World, paths: list[Path], folder: Path, mode
 def test_augmentation_is_that_of_one_rank(world: World, paths: list[Path], folder: Path, mode: Mode) -> None:
     """Behaviour 24: random numbers belong to the samples."""
     options: dict[str, Any] = {"transform": lambda fields, random: {"noise": random.normal(2)}}
-    drawn = [
-        dict(zip(b.indices.tolist(), b.noise.tolist(), strict=True))
-        for b in make(paths, world, folder, mode, **options)
-    ]
+    loader = make(paths, world, folder, mode, **options)
+    drawn = [dict(zip(batch.indices.tolist(), batch.noise.tolist(), strict=True)) for batch in loader]
+    loader.close()
     mine = {row: noise for each in drawn for row, noise in each.items()}
     single = alone(paths, global_batch=61, **options)
     expected = {row: noise for b in single for row, noise in zip(b.indices.tolist(), b.noise.tolist(), strict=True)}
