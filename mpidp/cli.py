@@ -41,6 +41,7 @@ commands:
   checkpoint list | verify | export RUN      look at the checkpoints of a run, check them, take the model out; no MPI
   bench allreduce [OPTIONS]                  time the mean of a buffer over the ranks, under mpiexec or srun
   bench step [OPTIONS]                       time a training step, likewise; --help lists the options
+  bench loader FILE [OPTIONS]                time reading an HDF5 file, beside other loaders; no MPI
 
 options:
   -h, --help       show this text; mpidp train [RUN.toml] --help lists every setting
@@ -78,8 +79,9 @@ Measure on all ranks, under mpiexec or srun; every result is checked before it i
 commands:
   allreduce [--bytes N,N] [--reducers NAME,NAME] [--against gloo]   the mean of a buffer over the ranks
   step [--model transformer|mlp] [--reducers NAME,NAME] [--against ddp]   a training step
+  loader FILE [--shuffles NAME,NAME] [--against dataloader] [--cold]      reading an HDF5 file, in one process
 
-options of both: --repeats N, --json, --help
+options of all: --repeats N, --json, --help
 fair figures on CPUs need OMP_NUM_THREADS set to the cores of a rank."""
 
 _HELP = ("-h", "--help")
@@ -302,6 +304,7 @@ def _bench(words: list[str]) -> int:
     commands: dict[str, Command] = {
         "allreduce": partial(_measure, AllreduceOptions),
         "step": partial(_measure, StepOptions),
+        "loader": _bench_loader,
     }
     return _dispatch(words, commands, "mpidp bench", BENCH_USAGE_TEXT)
 
@@ -316,6 +319,19 @@ def _measure(kind: "type[AllreduceOptions] | type[StepOptions]", words: list[str
     from mpidp.tools.bench import bench
 
     _say(bench(options))
+    return DONE
+
+
+def _bench_loader(words: list[str]) -> int:
+    from mpidp.tools.bench_options import LoaderOptions, parse
+
+    try:
+        options = parse(LoaderOptions, words)
+    except SystemExit as end:
+        return _parser_code(end)
+    from mpidp.tools.bench_loader import bench_loader
+
+    print(bench_loader(options))
     return DONE
 
 

@@ -23,6 +23,8 @@ with suppress(ImportError):
     import hdf5plugin  # noqa: F401  # where installed, importing it makes its filters known to HDF5
 
 _MOST_LISTED = 20
+# Chunks whose numbers share a slot push each other out: many more slots than chunks that fit, and a prime number.
+_CACHE_SLOTS = 10_007
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,12 @@ def open_file(path: str, cache_bytes: int) -> Any:
 
 def _open(path: str, cache_bytes: int) -> Any:
     try:
-        return h5py.File(path, "r", locking=False, rdcc_nbytes=cache_bytes)
+        return h5py.File(path, "r", locking=False, rdcc_nbytes=cache_bytes, rdcc_nslots=_CACHE_SLOTS)
     except OSError as error:
         if "locking flag" not in str(error):
             raise
     # The user's own program has the file open, and HDF5 wants all openings in one process to lock alike.
-    return h5py.File(path, "r", rdcc_nbytes=cache_bytes)
+    return h5py.File(path, "r", rdcc_nbytes=cache_bytes, rdcc_nslots=_CACHE_SLOTS)
 
 
 def inspect(file: Any, name: str) -> Facts:

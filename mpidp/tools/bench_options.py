@@ -1,4 +1,4 @@
-"""The words after `mpidp bench allreduce` or `mpidp bench step` enter, an options dataclass leaves. Starts no MPI."""
+"""The words after `mpidp bench allreduce`, `step` or `loader` enter, an options dataclass leaves. Starts no MPI."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from mpidp.errors import ConfigError
 
 BUFFER_ITEMSIZE = 4  # buffers are float32
 
-Options = TypeVar("Options", bound="AllreduceOptions | StepOptions")
+Options = TypeVar("Options", bound="AllreduceOptions | StepOptions | LoaderOptions")
 
 # Lists are one word with commas, as in --bytes=4096,1048576, so that options may come in any order.
 _Names = Annotated[
@@ -69,11 +69,37 @@ class StepOptions:
     """Print one line of JSON instead of a table."""
 
 
+@dataclass(frozen=True)
+class LoaderOptions:
+    """Time how one process reads an HDF5 file, beside what the machine allows and what others do. Starts no MPI."""
+
+    file: tyro.conf.Positional[str]
+    """The HDF5 file."""
+    fields: _Names = ("x", "y")
+    """Its datasets."""
+    global_batch: int = 256
+    """Samples of a batch."""
+    shuffles: _Names = ("lanes", "full", "none")
+    """Orders of mpidp's loader to time."""
+    against: Literal["none", "dataloader"] = "none"
+    """Time torch's DataLoader over h5py, in the usual forms, and h5py alone, in the same run."""
+    samples: int = 120_000
+    """Samples that each side reads in a repeat, at most those of the file."""
+    threads: int = 0
+    """Threads of mpidp's loader; 0 for the cores of this process."""
+    cold: bool = False
+    """Ask the system to drop the file from its page cache before each repeat."""
+    repeats: int = 5
+    """Timed repeats of each row."""
+    json: bool = False
+    """Print one line of JSON instead of a table."""
+
+
 def parse(kind: type[Options], words: Sequence[str], console_outputs: bool = True) -> Options:
-    """Read the words after `mpidp bench allreduce` or `mpidp bench step`.
+    """Read the words after `mpidp bench allreduce`, `step` or `loader`.
 
     Args:
-        kind: `AllreduceOptions` or `StepOptions`.
+        kind: `AllreduceOptions`, `StepOptions` or `LoaderOptions`.
         words: the command line's words.
         console_outputs: whether the parser prints help and errors.
 
@@ -83,7 +109,7 @@ def parse(kind: type[Options], words: Sequence[str], console_outputs: bool = Tru
     """
     options = tyro.cli(
         kind,
-        prog=f"mpidp bench {'allreduce' if kind is AllreduceOptions else 'step'}",
+        prog=f"mpidp bench {kind.__name__.removesuffix('Options').lower()}",
         args=words,
         console_outputs=console_outputs,
         config=(tyro.conf.FlagCreatePairsOff,),
@@ -92,9 +118,17 @@ def parse(kind: type[Options], words: Sequence[str], console_outputs: bool = Tru
     return options
 
 
-def _check(options: AllreduceOptions | StepOptions) -> None:
+def _check(options: AllreduceOptions | StepOptions | LoaderOptions) -> None:
     if options.repeats < 1:
         raise ConfigError(f"--repeats={options.repeats}; expected at least 1.")
+    if isinstance(options, LoaderOptions):
+        _check_distinct("--fields", options.fields)
+        _check_distinct("--shuffles", options.shuffles)
+        if options.samples < 1 or options.threads < 0:
+            raise ConfigError(
+                f"--samples={options.samples} --threads={options.threads}; expected 1 or more, 0 or more."
+            )
+        return
     if isinstance(options, StepOptions) and options.scale < 1:
         raise ConfigError(f"--scale={options.scale}; expected at least 1.")
     _check_distinct("--reducers", options.reducers)

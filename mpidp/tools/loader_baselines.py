@@ -1,0 +1,114 @@
+"""Enters: an HDF5 file, dataset names. Leaves: what users would write to load it: a torch Dataset read by h5py.
+
+These are what `mpidp bench loader` compares with, written as well as their kind allows: the file is opened
+lazily, once in each process, with a chunk cache of a sensible size. Nothing here may import MPI: worker
+processes import this module.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from mpidp.hdf5.file import open_file
+
+_CACHE_BYTES = 64 * 2**20
+
+
+class LazyDataset(Dataset[dict[str, Tensor]]):
+    """Rows of an HDF5 file; opened at the first access in each process, never handed on to another."""
+
+    def __init__(self, path: str, names: Sequence[str], num_rows: int) -> None:
+        self._path = path
+        self._names = tuple(names)
+        self._num_rows = num_rows
+        self._datasets: dict[str, Any] | None = None
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __getitem__(self, row: int) -> dict[str, Tensor]:
+        return {name: torch.as_tensor(dataset[row]) for name, dataset in self._opened().items()}
+
+    def _opened(self) -> dict[str, Any]:
+        if self._datasets is None:
+            file = open_file(self._path, _CACHE_BYTES)
+            self._datasets = {name: file[name] for name in self._names}
+        return self._datasets
+
+
+class BatchDataset(LazyDataset):
+    """The same, fetching the rows of a batch by one call of h5py for each dataset."""
+
+    def __getitems__(self, rows: list[int]) -> list[dict[str, Tensor]]:
+        """Return the rows as a list of one item, the batch, which `first_item` takes out of it."""
+        order = np.argsort(rows, kind="stable")
+        ascending = np.asarray(rows)[order]  # h5py takes indices in no other order
+        batch = {}
+        for name, dataset in self._opened().items():
+            values = np.empty((len(rows), *dataset.shape[1:]), dataset.dtype)
+            values[order] = dataset[ascending]
+            batch[name] = torch.from_numpy(values)
+        return [batch]
+
+
+def first_item(batch: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the batch that `BatchDataset` made."""
+    return batch[0]
+
+
+class _Shuffled(Sampler[int]):
+    """A new permutation of the rows at every pass."""
+
+    def __init__(self, num_rows: int, most: int) -> None:
+        self._num_rows, self._most, self._epoch = num_rows, most, 0
+
+    def __len__(self) -> int:
+        return self._most
+
+    def __iter__(self) -> Iterator[int]:
+        self._epoch += 1
+        order = np.random.default_rng(self._epoch).permutation(self._num_rows)
+        return iter(order[: self._most].tolist())
+
+
+def data_loader(
+    path: str, names: Sequence[str], num_rows: int, batch_size: int, most: int, workers: int, whole_batches: bool
+) -> "DataLoader[dict[str, Tensor]]":
+    """Return a DataLoader over `most` shuffled rows of a file.
+
+    Workers are started afresh and not forked: a fork after MPI or threads have started is not safe.
+    """
+    dataset = (BatchDataset if whole_batches else LazyDataset)(path, names, num_rows)
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        sampler=_Shuffled(num_rows, most),
+        num_workers=workers,
+        collate_fn=first_item if whole_batches else None,
+        multiprocessing_context="spawn" if workers else None,
+        persistent_workers=workers > 0,
+    )
+
+
+def whole_chunks(path: str, names: Sequence[str], chunk_rows: int, most: int) -> Iterator[dict[str, Tensor]]:
+    """Yield rows chunk by chunk in file order, by h5py in one thread: no shuffling at all."""
+    file = open_file(path, _CACHE_BYTES)
+    try:
+        datasets = {name: file[name] for name in names}
+        for start in range(0, most, chunk_rows):
+            yield {name: torch.from_numpy(data[start : start + chunk_rows]) for name, data in datasets.items()}
+    finally:
+        file.close()
+
+
+def one_row(path: str, names: Sequence[str], row: int) -> dict[str, Any]:
+    """Return one row of each dataset."""
+    file = open_file(path, 0)
+    try:
+        return {name: file[name][row] for name in names}
+    finally:
+        file.close()
