@@ -13,7 +13,7 @@ from mpidp.errors import CheckpointError
 _NO_FOLDER_FLUSH = (errno.EINVAL, errno.ENOTSUP)
 
 _REASONS = {
-    errno.ENOSPC: ("no space is left on its file system", "Make room"),
+    errno.ENOSPC: ("no space is left on its file system", "Make room, or keep fewer (checkpoint.keep)"),
     errno.EDQUOT: ("the disk quota is used up", "Make room or ask for more quota"),
     errno.EFBIG: ("the file is larger than its file system or the limit of this process allows", "See ulimit -f"),
     errno.EROFS: ("its file system is read-only", "Have it mounted for writing"),
