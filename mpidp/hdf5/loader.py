@@ -18,10 +18,10 @@ from mpidp.hdf5.assemble import Assembled
 from mpidp.hdf5.batch import Batch
 from mpidp.hdf5.budget import choose_mixing, default_node_bytes, resources, warnings_about
 from mpidp.hdf5.dataset import DataSet
+from mpidp.hdf5.decoding import decoding, slow_paths
 from mpidp.hdf5.describe import Paths, absolute_paths, check_present, decoders, describe
 from mpidp.hdf5.device_copy import DeviceCopier
 from mpidp.hdf5.field import Fields, FieldSpec, field_specs
-from mpidp.hdf5.filters import DEFLATE, inflater
 from mpidp.hdf5.modes import Source, check_mode, open_source
 from mpidp.hdf5.order import Order, Shuffle
 from mpidp.hdf5.pieces import Selection
@@ -294,28 +294,6 @@ def most_rows(order: Order, size: int) -> int:
     places = math.ceil(order.global_batch / order.lanes)
     sharers = max(1, size // order.lanes)  # of the lane that the fewest ranks share
     return lanes * math.ceil(places / sharers)
-
-
-def decoding(dataset: DataSet) -> str:
-    """Return how the fields are decoded, in a few words."""
-    if any(reason for file in dataset.files for reason in file.slow):
-        return "partly by HDF5 itself"
-    filters = {step for file in dataset.files for storage in file.storages if storage for step in storage.filters}
-    if not filters:
-        return "read as it is"
-    names = sorted(inflater() if step.number == DEFLATE else step.name for step in filters)
-    return f"decoded without HDF5 ({', '.join(dict.fromkeys(names))})"
-
-
-def slow_paths(dataset: DataSet) -> list[str]:
-    """Return a line for each dataset that only HDF5 can read, with the reason; one thread decodes it."""
-    lines: dict[str, str] = {}
-    for file in dataset.files:
-        for field, reason in zip(dataset.fields, file.slow, strict=True):
-            if reason:
-                line = f'{file.path}: dataset "{field.dataset}" is read by HDF5, one thread at a time: {reason}'
-                lines.setdefault(field.name, line)
-    return list(lines.values())
 
 
 def _from_root(world: World | None, function: Callable[[], T]) -> T:
