@@ -222,6 +222,9 @@ class Saver:
     def _fail(self, save: _Save, error: CheckpointError) -> None:
         self._current = None
         self.failure = error
+        final = self.folder / folder_name(save.step)
+        if save.publishes and (final / manifests.NAME).exists():  # what failed came after
+            self.newest = final
         if self.world.rank == 0:
             self._thread.submit(discard, save.partial)
         text = "\n  ".join([f"checkpoint of step {save.step:,}: {error}", *error.__notes__])

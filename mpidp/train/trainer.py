@@ -214,6 +214,7 @@ class Trainer:
                     inputs, target = self._inputs(batch)
                     output = self.model(inputs)
                     tally.add(self.loss(output, target), output, target, batch.size)
+                self.saver.poll()
                 if self._is_asked_to_stop(epoch):
                     return
         self.recorder.record_validation(self.step, epoch, tally)

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,6 +92,31 @@ def test_a_failure_is_raised_at_a_later_step_and_the_one_before_stays(tmp_path: 
     assert newest(tmp_path)[0].name == "step_00000001"
     saver.close()
     assert not list(tmp_path.glob(".partial-*")), "what was written is removed"
+
+
+def test_a_failure_to_remove_an_old_one_does_not_take_back_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = make(tmp_path)
+    for step in (1, 2):
+        save(saver, step, torch.ones(2))
+        saver.finish()
+    rmtree = shutil.rmtree
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "denied", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    save(saver, 3, torch.ones(2))
+    with pytest.raises(CheckpointError, match="permission denied") as caught:
+        saver.finish()
+    assert any("step_00000003 is complete" in note for note in caught.value.__notes__)
+    assert saver.newest == newest(tmp_path)[0] == tmp_path / "step_00000003"
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    save(saver, 4, torch.ones(2))
+    saver.finish()
+    saver.close()
+    assert names(tmp_path) == ["latest", "step_00000003", "step_00000004"]
 
 
 @pytest.mark.parametrize("on_failure", ["stop", "warn"])
