@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -24,7 +24,7 @@ class Listener(Protocol):
         """Parameter `index` has all the gradient that this pass has for it, be it none."""
 
     def on_end(self) -> None:
-        """A backward pass that came to at least one parameter is over."""
+        """A backward pass is over that came to a parameter, or passed an output on its way to other ones."""
 
     def on_failure(self) -> None:
         """A backward pass failed half-way; its exception is on its way to the user."""
@@ -47,6 +47,7 @@ class BackwardWatch:
         self.handles: list[RemovableHandle] = []
         self._accumulators: list[Any] = []  # a parameter holds its accumulator only weakly, and the hooks with it
         self._pass: weakref.ref[_Pass] | None = None
+        self._parameters = list(parameters)
         for index, parameter in enumerate(parameters):
             accumulator = get_gradient_edge(parameter).node
             self._accumulators.append(accumulator)
@@ -67,13 +68,19 @@ class BackwardWatch:
             handle.remove()
         self.handles.clear()
         self._accumulators.clear()
+        self._parameters.clear()
 
-    def enter(self) -> None:
+    @property
+    def is_training(self) -> bool:
+        """Whether some parameter takes gradients at the moment."""
+        return any(parameter.requires_grad for parameter in self._parameters)
+
+    def enter(self, output: Node | None = None) -> None:
         """A backward pass has come to an output, or to a parameter without passing an output."""
         task = torch._C._current_graph_task_id()
         running = self._running()
         if running is None or running.task != task:
-            end = _Pass(self, task)
+            end = _Pass(self, task, output)
             self._pass = weakref.ref(end)
             _call_at_end_of_backward(end)
 
@@ -101,8 +108,9 @@ class BackwardWatch:
 class _Pass:
     """A backward pass. Autograd alone keeps it, as long as it runs, and calls it at the end."""
 
-    def __init__(self, watch: BackwardWatch, task: int):
+    def __init__(self, watch: BackwardWatch, task: int, output: Node | None):
         self._watch = watch
+        self._output = output
         self.task = task
         self.came_to_parameter = self.is_over = False
 
@@ -110,8 +118,12 @@ class _Pass:
         self.is_over = True
         self._watch._pass = None
         listener = self._watch.listener()
-        if self.came_to_parameter and listener is not None:
+        if listener is not None and (self.came_to_parameter or self._passed_by()):
             listener.on_end()
+
+    def _passed_by(self) -> bool:
+        """Whether this rank's output used no parameter at all, in a step in which other ranks' outputs may."""
+        return self._output is not None and self._watch.is_training and _accumulates(self._output)
 
     def __del__(self) -> None:
         listener = self._watch.listener()
@@ -128,7 +140,7 @@ class _Entry:
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
         watch = self._watch()
         if watch is not None:
-            watch.enter()
+            watch.enter(torch._C._current_autograd_node())
 
 
 class _BeforeAccumulation:
@@ -156,3 +168,23 @@ class _AfterAccumulation:
 def _call_at_end_of_backward(end: _Pass) -> None:
     """Torch's own DDP and FSDP end their backward passes by this door, too; there is no public one."""
     torch.autograd.Variable._execution_engine.queue_callback(end)
+
+
+def _accumulates(node: Node) -> bool:
+    """Whether the running pass adds to gradients of what lies behind the node; `torch.autograd.grad` does not.
+
+    Only autograd knows, and it tells of one node at a time: of the first leaf that is found.
+    """
+    seen = {node}
+    todo = [node]
+    while todo:
+        here = todo.pop()
+        if hasattr(here, "variable"):
+            try:
+                return bool(torch._C._will_engine_execute_node(here))
+            except RuntimeError:  # its answer for any leaf in `torch.autograd.grad`
+                return False
+        behind = {node for node, _ in here.next_functions if node is not None} - seen
+        seen |= behind
+        todo.extend(behind)
+    return False

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mpi_helpers import batch, same_bits, share
+from mpi_helpers import CountedMean, batch, same_bits, share
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # the name every PyTorch program gives it
 
@@ -91,3 +91,26 @@ def test_all_gradients_unused_on_some_ranks(world: mpidp.World, overlap: bool) -
         expected = 2 * (world.size - 1) / world.size
         assert model.module.scale.grad is not None
         torch.testing.assert_close(model.module.scale.grad, torch.full((3,), expected, dtype=torch.float64))
+
+
+def test_a_gradient_asked_for_by_torch_autograd_is_not_reduced(world: mpidp.World) -> None:
+    """Behaviour 14: nor is it where the output goes past all of the module's parameters, which alone takes no part."""
+
+    class Skip(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    first = nn.Linear(5, 5)
+    model = mpidp.DataParallel(Skip(), world, reducer="flat")
+    counted = CountedMean(model)
+    torch.autograd.grad(model(first(torch.ones(2, 5))).sum(), [first.weight])
+    assert counted.calls == 0
+    model(first(torch.ones(2, 5))).sum().backward()
+    assert counted.calls == len(model.buckets.buckets)
+    model.requires_grad_(False)
+    model(first(torch.ones(2, 5))).sum().backward()
+    assert counted.calls == len(model.buckets.buckets)
