@@ -18,7 +18,7 @@ _NAMES = {
 
 
 def describe_start(trainer: "Trainer") -> str:
-    """Who trains what on what, in three lines."""
+    """Who trains what on what, in four lines."""
     world, loader = trainer.world, trainer.loader
     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     held_out = f", {trainer.validation.num_samples:,} held out" if trainer.validation else ""
@@ -26,7 +26,8 @@ def describe_start(trainer: "Trainer") -> str:
         f"mpidp {mpidp.__version__}: {count(world.size, 'rank')} on {count(world.num_nodes, 'node')}, "
         f"device {world.device.type}, run folder {trainer.folder.path}\n"
         f"data: {loader.num_samples:,} samples to train{held_out}; {count(len(loader), 'step')} an epoch, "
-        f"{loader.order.global_batch} samples a step; {loader.line}\n"
+        f"{loader.order.global_batch} samples a step\n"
+        f"reading: {loader.line}\n"
         f"model: {trainer.config.model.name}, {parameters:,} parameters; "
         f"reducer {trainer.model.choice.name} ({trainer.model.choice.reason})"
     )
