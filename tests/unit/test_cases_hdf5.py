@@ -414,3 +414,25 @@ def test_fill_values_never_come_for_data(tmp_path: Path) -> None:
         with h5py.File(tmp_path / "a.h5") as file:
             expected = file[name][()]
         np.testing.assert_array_equal(all_rows(tmp_path / "a.h5", name, allow_holes=True), expected)
+
+
+@pytest.mark.parametrize("options", [{"compression": "gzip"}, {"compression": "lzf"}], ids=["gzip", "lzf"])
+def test_a_damaged_index_of_chunks(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Older files have no checksum of the index; HDF5 takes chunks that it does not find there for holes."""
+    path = tmp_path / "a.h5"
+    values = np.random.default_rng(0).integers(1, 1000, (120, 5))
+    with h5py.File(path, "w", libver="earliest") as file:
+        file.create_dataset("x", data=values, chunks=(16, 3), fletcher32=True, **options)
+    whole = path.read_bytes()
+    start = whole.index(b"TREE\x01")
+    refused = 0
+    for place in range(start + 6, start + 24 + 17 * 40, 2):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
+        try:
+            found = all_rows(path)
+        except DataError as error:
+            assert "a.h5" in str(error)
+            refused += 1
+        else:
+            np.testing.assert_array_equal(found, values)
+    assert refused > 100
