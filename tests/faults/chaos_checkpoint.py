@@ -57,9 +57,8 @@ def kill_points(folder: Path, points: int, ranks: int, choose: random.Random) ->
         if fault or (result.code != 0 and "Traceback" in result.output):
             faults.append(f"point {point} ({what}): {fault or result.output}")
         newest = max([newest, *told])
-    print(
-        f"{points} kill points, {hits} hit a job; newest step {newest}; {len(faults)} unusable checkpoints", flush=True
-    )
+    where = ", ".join(f"{count} at {event}" for event, count in events.most_common())
+    print(f"{points} kill points: {hits} hit a job ({where}); newest step {newest}; {len(faults)} unusable", flush=True)
     return faults
 
 
