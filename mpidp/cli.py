@@ -1,4 +1,4 @@
-"""Command-line words enter, an exit code leaves: 0 done, 1 failed, 2 usage, 75 stopped early, 130 interrupted.
+"""Command-line words enter, an exit code leaves: 0 done, 1 failed, 2 usage, 3 unhealthy, 75 stopped early.
 
 The top level imports nothing heavy and starts no MPI, so `mpidp --help` is instant and safe on a login node.
 Under a launcher every rank parses the same words; an error is printed once, by rank 0.
@@ -41,13 +41,15 @@ commands:
   checkpoint list | verify | export RUN      look at the checkpoints of a run, check them, take the model out; no MPI
   bench allreduce [OPTIONS]                  time the mean of a buffer over the ranks, under mpiexec or srun
   bench step [OPTIONS]                       time a training step, likewise; --help lists the options
+  doctor [FILE] [--probe] [--json]           what is wrong here and how to mend it; alone or under mpiexec or srun
   bench loader FILE [OPTIONS]                time reading an HDF5 file, beside other loaders; no MPI
 
 options:
   -h, --help       show this text; mpidp train [RUN.toml] --help lists every setting
   --version        show the version
 
-exit codes: 0 done, 1 failed, 2 usage or configuration, 75 stopped early after a save, 130 interrupted"""
+exit codes: 0 done, 1 failed, 2 usage or configuration, 3 doctor found a failure,
+75 stopped early after a save, 130 interrupted"""
 
 DATA_USAGE_TEXT = """usage: mpidp data COMMAND ...
 
@@ -335,6 +337,18 @@ def _bench_loader(words: list[str]) -> int:
     return DONE
 
 
+def _doctor(words: list[str]) -> int:
+    from mpidp.tools.doctor.doctor_options import parse
+
+    try:
+        options = parse(words)
+    except SystemExit as end:
+        return _parser_code(end)
+    from mpidp.tools.doctor.doctor import doctor
+
+    return doctor(options)
+
+
 def _parser_code(end: SystemExit) -> int:
     """The parser has printed help (0) or what is wrong (2)."""
     return DONE if end.code in (None, 0) else USAGE
@@ -361,6 +375,7 @@ def _dry_run(options: "TrainOptions") -> int:
 
 
 _COMMANDS: dict[str, Command] = {"train": _train, "data": _data, "checkpoint": _checkpoint, "bench": _bench}
+_COMMANDS["doctor"] = _doctor
 
 
 def _leave_together(error: MpidpError) -> None:

@@ -28,6 +28,7 @@ from mpidp.train.run_folder import RunFolder
 from mpidp.train.signature import check_same
 from mpidp.train.stop import StopSignal
 from mpidp.train.summary import describe_epoch, describe_start, describe_stop, summarise
+from mpidp.world.cores import warn_of_cores
 from mpidp.world.world import World, init
 
 
@@ -61,6 +62,8 @@ class Trainer:
         self.world = world
         check_same(world, [*to_toml(config).splitlines(), f"resume {resume}"], "the configurations")
         torch.set_num_threads(choose_threads(config.train.threads, os.environ, _cores_per_rank(world)))
+        if config.train.threads:  # of others init has warned
+            warn_of_cores(world.comm, world.host, config.train.threads, stacklevel=2)
         self.loader, self.validation = build_loaders(config, world)
         with world.together("building the model"):
             module = build_model(config).to(world.device)

@@ -136,6 +136,31 @@ def size_mismatch(facts: LaunchFacts, mpi_size: int, library: str) -> str | None
     )
 
 
+def cannot_start(facts: LaunchFacts, environment: Mapping[str, str], library_text: str) -> str | None:
+    """The error text when this library is certain not to understand its launcher, before it is started; else None.
+
+    Some libraries then stop with a text of their own, which nobody can catch.
+
+    Args:
+        facts: what the launcher said.
+        environment: all variables of this process.
+        library_text: the MPI library's version text, all of it.
+    """
+    if (facts.size or 1) == 1:
+        return None
+    library = library_text.splitlines()[0] if library_text else ""
+    has_pmix = "PMIX_NAMESPACE" in environment or "PMIX_RANK" in environment
+    if "Open MPI v5" in library and not has_pmix:  # it speaks nothing else
+        return size_mismatch(facts, 1, library)
+    only_pmix = "PMIX_NAMESPACE" in environment and "PMI_RANK" not in environment and "PMI_FD" not in environment
+    if facts.launcher == "Open MPI's mpiexec" and only_pmix and "MPICH" in library and "pmix" not in library_text:
+        return (
+            f"{facts.launcher} started {facts.size} processes and speaks PMIx with them, which the MPI library loaded "
+            f"here, {library}, does not understand: it would stop. {_advice(facts, library)}"
+        )
+    return None
+
+
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment for a child process that starts MPI on its own and must not be taken for a rank of this job."""
     return {key: value for key, value in environment.items() if not key.startswith(LAUNCHER_PREFIXES)}

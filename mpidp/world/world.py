@@ -17,9 +17,10 @@ import torch
 from mpidp.errors import LaunchError
 from mpidp.world.abort import AbortGuard
 from mpidp.world.awareness import Awareness, decide, library_hint, probe_in_child
-from mpidp.world.cores import cores_per_rank
+from mpidp.world.cores import cores_per_rank, warn_of_cores
 from mpidp.world.device import check_not_shared, device_uuid, set_device
-from mpidp.world.launch import launch_facts, size_mismatch
+from mpidp.world.launch import cannot_start, launch_facts, size_mismatch
+from mpidp.world.mapped import MAPS, mapped, missing_gtl, two_libraries
 from mpidp.world.mpi import MPI
 from mpidp.world.shared_error import share_error
 from mpidp.world.topology import Topology, make_topology
@@ -166,8 +167,11 @@ def init(*, share_gpu: bool = False) -> World:
         share_gpu: allow two ranks of a node to use one GPU (also `MPIDP_SHARE_GPU=1`).
 
     Raises:
-        LaunchError: MPI has another size than the launcher meant; MPI's thread level is too low; two local ranks
-            share a GPU.
+        LaunchError: MPI has another size than the launcher meant; MPI's thread level is too low; two MPI libraries
+            are loaded; two local ranks share a GPU.
+
+    Warns:
+        UserWarning: on rank 0, ranks have more threads than cores, or are pinned to the same few.
     """
     global _world
     if _world is None:
@@ -182,7 +186,11 @@ def current() -> World | None:
 
 
 def _start_mpi() -> None:
+    _check_loaded()
     if not MPI.Is_initialized():
+        stops = cannot_start(launch_facts(os.environ), os.environ, MPI.Get_library_version())
+        if stops is not None:
+            raise LaunchError(stops)
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     level = MPI.Query_thread()
     library = MPI.Get_library_version().splitlines()[0].strip("\0 ")
@@ -197,6 +205,14 @@ def _start_mpi() -> None:
         raise LaunchError(mismatch)
 
 
+def _check_loaded() -> None:
+    """Raises LaunchError for libraries that would crash MPI, in a way that nobody can catch. Not collective."""
+    libraries = mapped(MAPS.read_text() if MAPS.exists() else "")
+    fault = two_libraries(libraries.mpi) or missing_gtl(os.environ.get("MPICH_GPU_SUPPORT_ENABLED"), libraries)
+    if fault is not None:
+        raise LaunchError(fault)
+
+
 def _make_world(share_gpu: bool) -> World:
     comm = MPI.COMM_WORLD.Dup()
     node_comm = cast(MPI.Intracomm, comm.Split_type(MPI.COMM_TYPE_SHARED))
@@ -205,6 +221,7 @@ def _make_world(share_gpu: bool) -> World:
     guard = AbortGuard(comm.rank, comm.size, host, MPI.COMM_WORLD.Abort)
     if comm.size > 1:
         guard.install()
+    warn_of_cores(comm, host, torch.get_num_threads(), stacklevel=4)
     device = set_device(node_comm.rank)
     _check_same_kind(comm, device, host)
     if not share_gpu:

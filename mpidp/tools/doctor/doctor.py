@@ -1,0 +1,108 @@
+"""Options enter, a report and an exit code leave. Under a launcher every rank comes here, and rank 0 prints."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpidp.errors import ConfigError, LaunchError
+from mpidp.tools.doctor.check_launch import check_before_start
+from mpidp.tools.doctor.check_probe import check_measured
+from mpidp.tools.doctor.checks import check
+from mpidp.tools.doctor.doctor_options import DoctorOptions
+from mpidp.tools.doctor.facts import RankFacts
+from mpidp.tools.doctor.finding import Finding, Level, fail, worst
+from mpidp.tools.doctor.gather import gather
+from mpidp.tools.doctor.read_log import read_log
+from mpidp.tools.doctor.report import Report, to_json, to_markdown, to_text
+from mpidp.tools.doctor.start_probe import probe_alone
+
+if TYPE_CHECKING:
+    from mpidp.world.meeting import Meeting
+
+FOUND_FAILURE = 3
+_SHAPES = {"text": to_text, "json": to_json, "markdown": to_markdown}
+
+
+def doctor(options: DoctorOptions) -> int:
+    """Look, print, and return the exit code: 0, or 3 where something fails. Collective under a launcher."""
+    if options.log:
+        return _say(Report(_read(options.log)), options)
+    facts = gather(options.file)
+    if facts.launch.launcher == "none":
+        return _say(_alone(facts, options.probe), options)
+    facts, stops = _before_start(facts)
+    if stops is not None:
+        return _say_as_one_of_many(Report([*check([facts]), stops], [facts]), facts, options)
+    return _together(facts, options)
+
+
+def _alone(facts: RankFacts, probe: bool) -> Report:
+    findings = check([facts])
+    measured: dict[str, Any] | None = None
+    if probe and worst(findings) is not Level.FAIL:
+        measured = probe_alone()
+        findings += check_measured(measured, 1)
+    return Report(findings, [facts], measured)
+
+
+def _before_start(facts: RankFacts) -> tuple[RankFacts, Finding | None]:
+    """Load the MPI library without starting it; also what speaks against starting it, or None."""
+    try:
+        from mpidp.world.describe import describe
+    except (ImportError, LaunchError) as error:
+        return facts, fail("mpi", str(error), "install mpi4py, and load the site's MPI module or pip install mpich")
+    library = describe()
+    return replace(facts, mpi=library), check_before_start(facts.launch, os.environ, library.text)
+
+
+def _together(facts: RankFacts, options: DoctorOptions) -> int:
+    from mpidp.world.describe import describe
+    from mpidp.world.meeting import Meeting
+
+    meeting = Meeting()
+    facts = replace(facts, mpi=describe())
+    if facts.launch.size not in (None, meeting.size):  # every process is alone, and sees all that is to be said
+        code = _say_as_one_of_many(Report(check([facts]), [facts]), facts, options)
+        meeting.leave()
+        return code
+    job, offsets_s = meeting.gather(facts), meeting.clock_offsets()
+    findings = check(job, offsets_s) if job else []
+    measured = _measure(meeting, findings) if options.probe else None
+    code = 0
+    if job:
+        findings += check_measured(measured, len({facts.system.host for facts in job})) if measured else []
+        code = _say(Report(findings, job, measured), options)
+    code = meeting.broadcast(code)
+    meeting.leave()
+    # The launcher reports what is not 0; one rank says it, lest some launchers call it a crash of many.
+    return code if meeting.rank == 0 else 0
+
+
+def _measure(meeting: "Meeting", findings: list[Finding]) -> dict[str, Any] | None:
+    """Measure on all ranks, unless something fails already. Collective."""
+    if meeting.broadcast(worst(findings)) is Level.FAIL:
+        return None
+    from mpidp.tools.doctor.probe import probe
+
+    return probe()
+
+
+def _read(path: str) -> list[Finding]:
+    try:
+        return read_log(Path(path).read_text(errors="replace"))
+    except OSError as error:
+        raise ConfigError(f"--log {path}: {error.strerror}; give a file with a job's output") from error
+
+
+def _say_as_one_of_many(report: Report, facts: RankFacts, options: DoctorOptions) -> int:
+    """Where processes cannot meet, the launcher's own numbers tell which of them speaks, and has the exit code.
+
+    Some launchers end all others when the first one leaves with a code that is not 0.
+    """
+    return _say(report, options) if facts.launch.speaks else 0
+
+
+def _say(report: Report, options: DoctorOptions) -> int:
+    print(_SHAPES[options.format](report), flush=True)
+    return FOUND_FAILURE if report.level is Level.FAIL else 0

@@ -1,0 +1,213 @@
+"""Nothing enters; texts that MPI, Slurm, HDF5 and drivers print leave, each with what it means and what to do."""
+
+from dataclasses import dataclass
+
+from mpidp.tools.doctor.finding import Level
+
+
+@dataclass(frozen=True)
+class Known:
+    """A text. `pattern` is a regular expression for part of a line; OK means that it is safe to ignore."""
+
+    code: str
+    level: Level
+    pattern: str
+    meaning: str
+    fix: str = ""
+
+
+KNOWN = (
+    Known(
+        "text.no_pmi",
+        Level.FAIL,
+        r"OMPI was not built with SLURM's PMI support|was not built with Slurm PMI support",
+        "this Open MPI 4 cannot be started by srun",
+        "start it with its own mpiexec inside the job, or load an Open MPI that was built with Slurm's PMI",
+    ),
+    Known(
+        "text.no_pmix",
+        Level.FAIL,
+        r"PMIx_Init failed for the following reason|requires access to a local PMIx server",
+        "Open MPI 5 was started by srun without PMIx",
+        "srun --mpi=pmix ... (see srun --mpi=list), or its own mpiexec",
+    ),
+    Known(
+        "text.two_pmis",
+        Level.FAIL,
+        r"Found both env vars PMI_SIZE and PMIX_NAMESPACE",
+        "one launcher runs inside another, and MPICH sees both",
+        "unset PMIX_NAMESPACE for MPICH, or PMI_SIZE for Open MPI",
+    ),
+    Known(
+        "text.singleton",
+        Level.FAIL,
+        r"PMII_singinit: execv failed|unable to execv\(\) hydra",
+        "a program that was started without mpiexec does not find Hydra",
+        "start it with mpiexec -n 1, or put the folder of mpiexec on PATH",
+    ),
+    Known(
+        "text.psec",
+        Level.FAIL,
+        r"psec.*munge|munge.*psec|PMIX ERROR.*psec",
+        "PMIx wants munge to know who it talks to, which is not in this container",
+        "export PMIX_MCA_psec=native",
+    ),
+    Known(
+        "text.gds",
+        Level.FAIL,
+        r"gds[_/ ](ds12|ds21|shmem2?)|PMIX ERROR.*gds",
+        "PMIx of the launcher and of the library keep their data differently",
+        "export PMIX_MCA_gds=hash",
+    ),
+    Known(
+        "text.pmi2_init",
+        Level.FAIL,
+        r"PMI2 init failed: 1|PMI2_Init failed",
+        "this MPI starts under srun only, as on many login nodes",
+        "srun -n 1 ...; mpidp --help, submit and status start no MPI",
+    ),
+    Known(
+        "text.cuda_ipc",
+        Level.FAIL,
+        r"cuIpcOpenMemHandle failed|cuIpcGetMemHandle failed",
+        "each rank sees its own GPU only, so MPI cannot open its neighbour's memory",
+        "use --gpus-per-node=N instead of --gpus-per-task or --gpu-bind, or MPIDP_CUDA_AWARE=0",
+    ),
+    Known(
+        "text.gpu_segfault",
+        Level.FAIL,
+        r"Signal code: Invalid permissions \(2\)",
+        "MPI was given GPU memory that it cannot take",
+        "MPIDP_CUDA_AWARE=0: gradients then go through pinned host memory",
+    ),
+    Known(
+        "text.gtl",
+        Level.FAIL,
+        r"GPU_SUPPORT_ENABLED is requested, but GTL library is not linked",
+        "Cray MPICH lacks its layer for GPU memory",
+        "load craype-accel-... and preload its libmpi_gtl, or set MPICH_GPU_SUPPORT_ENABLED=0",
+    ),
+    Known(
+        "text.cma",
+        Level.FAIL,
+        r"Read -1, expected \d+, errno = 1",
+        "a container forbids copies between processes",
+        "OMPI_MCA_smsc=^cma (Open MPI 5), OMPI_MCA_btl_vader_single_copy_mechanism=none (4), or SYS_PTRACE",
+    ),
+    Known(
+        "text.shm",
+        Level.FAIL,
+        r"not enough space for .*(shared.memory|backing file)|No space left on device.*/dev/shm|signal 7 \(Bus error\)",
+        "/dev/shm is full or small",
+        "start the container with --shm-size=8g, or OMPI_MCA_btl_sm_backing_directory=/tmp",
+    ),
+    Known(
+        "text.slots",
+        Level.FAIL,
+        r"There are not enough slots available in the system",
+        "Open MPI starts at most a rank a core",
+        "mpiexec --map-by :OVERSUBSCRIBE, or PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe",
+    ),
+    Known(
+        "text.root",
+        Level.FAIL,
+        r"mpi(exec|run) has detected an attempt to run as root",
+        "Open MPI does not run as root unasked",
+        "be another user; in a container OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
+    ),
+    Known(
+        "text.fork",
+        Level.WARN,
+        r'operation involving a call to the "?fork\(\)"? system|RDMAV_FORK_SAFE',
+        "a process that uses a fast network has forked, which may hang or corrupt data",
+        "DataLoader(num_workers=0) or multiprocessing_context='spawn'; mpidp reads in threads",
+    ),
+    Known(
+        "text.component",
+        Level.OK,
+        r"mca_base_component_repository_open: unable to open",
+        "safe to ignore: Open MPI has a part for a network whose library is not here",
+    ),
+    Known(
+        "text.osc_ucx",
+        Level.OK,
+        r"osc_ucx_component\.c",
+        "safe to ignore: Open MPI tried UCX for a window and took another way",
+    ),
+    Known(
+        "text.no_fabric",
+        Level.OK,
+        r"WARNING: There (was an error initializing an|are more than one active ports) OpenFabrics|No OpenFabrics conn",
+        "safe to ignore: Open MPI's old way to InfiniBand is not used, UCX is",
+    ),
+    Known(
+        "text.two_ucx",
+        Level.FAIL,
+        r"undefined symbol: (ucm_set_global_opts|uc[a-z]_\w+)",
+        "two UCX libraries are mixed",
+        "mpidp doctor prints both paths; take one out of LD_LIBRARY_PATH",
+    ),
+    Known(
+        "text.no_mpi",
+        Level.FAIL,
+        r"cannot load (an )?MPI library",
+        "mpi4py finds no MPI library",
+        "load the site's MPI module, pip install mpich, or name the file in MPI4PY_LIBMPI",
+    ),
+    Known(
+        "text.locks",
+        Level.FAIL,
+        r"[Uu]nable to (synchronously )?(open|lock) file.*(lock file|No locks|errno = (11|35|37|524))",
+        "the file system gives no locks; mpidp opens without them, another program does not",
+        "export HDF5_USE_FILE_LOCKING=FALSE before it starts",
+    ),
+    Known(
+        "text.locked_memory",
+        Level.FAIL,
+        r"ibv_reg_mr.*Cannot allocate memory|ibv_create_\w+.*Cannot allocate memory",
+        "the network may lock too little memory",
+        "ulimit -l unlimited; in Slurm LimitMEMLOCK=infinity and PropagateResourceLimitsExcept=MEMLOCK",
+    ),
+    Known(
+        "text.scontrol",
+        Level.WARN,
+        r"scontrol: (command )?not found|'scontrol'.*No such file",
+        "Slurm's commands are not in this container",
+        "requeue in the batch script, outside of it: jobs/preemptible.sbatch does",
+    ),
+    Known(
+        "text.out_of_memory",
+        Level.FAIL,
+        r"oom[-_ ]kill|Out Of Memory|CUDA out of memory",
+        "a rank had no memory left, and the others waited for it",
+        "a smaller data.global_batch or more --mem; srun -K ends the others at once",
+    ),
+    Known(
+        "text.torch_zip",
+        Level.FAIL,
+        r"PytorchStreamReader failed",
+        "a checkpoint that was written without care is damaged",
+        "mpidp checkpoint verify RUN; mpidp resumes from the newest whole one",
+    ),
+    Known(
+        "text.port",
+        Level.FAIL,
+        r"EADDRINUSE|Address already in use",
+        "another program took the port that torch.distributed was given",
+        "mpidp needs no port: look for torch.distributed in your own code",
+    ),
+    Known(
+        "text.truncated",
+        Level.FAIL,
+        r"truncated file: eof = \d+",
+        "an HDF5 file is shorter than it says",
+        "copy it again; mpidp data verify FILE",
+    ),
+    Known(
+        "text.filter",
+        Level.FAIL,
+        r"required filter '?\S*'? is not registered|can't open directory.*hdf5/lib/plugin",
+        "HDF5 lacks a filter of this file",
+        "pip install hdf5plugin",
+    ),
+)

@@ -1,0 +1,76 @@
+"""Started processes enter; rank 0 leaves with what each of them knows. For tools that must not wait for torch.
+
+Training uses `mpidp.world.world`, which checks devices too. Here MPI is started with nothing else.
+"""
+
+import socket
+import time
+from typing import TypeVar, cast
+
+from mpidp.world.abort import AbortGuard
+from mpidp.world.mpi import MPI
+
+T = TypeVar("T")
+ROUNDS = 5  # of which the quickest counts: the others met another process on the way
+
+
+class Meeting:
+    """All ranks of the job. Construction starts MPI and is collective.
+
+    Attributes:
+        rank, size: this process among all.
+        node: number of this rank's node, numbered by their lowest rank.
+        num_nodes: number of nodes.
+    """
+
+    def __init__(self) -> None:
+        if not MPI.Is_initialized():
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        self._comm = MPI.COMM_WORLD.Dup()
+        self.rank, self.size = self._comm.rank, self._comm.size
+        self._guard = AbortGuard(self.rank, self.size, socket.gethostname(), MPI.COMM_WORLD.Abort)
+        if self.size > 1:
+            self._guard.install()
+        node_comm = cast(MPI.Intracomm, self._comm.Split_type(MPI.COMM_TYPE_SHARED))
+        leader = node_comm.bcast(self.rank, root=0)
+        self._leaders = sorted(set(self._comm.allgather(leader)))
+        self.node, self.num_nodes = self._leaders.index(leader), len(self._leaders)
+        node_comm.Free()
+
+    def gather(self, mine: T) -> list[T] | None:
+        """What every rank gives, on rank 0; None on the others. Collective."""
+        return self._comm.gather(mine, root=0)
+
+    def broadcast(self, value: T | None) -> T:
+        """Rank 0's value, on every rank. Collective."""
+        return cast(T, self._comm.bcast(value, root=0))
+
+    def clock_offsets(self) -> list[float]:
+        """Seconds by which each node's clock is ahead of node 0's, by node; [] on other ranks than 0. Collective.
+
+        Rank 0 asks for the time and takes the middle of its own two looks; half of that round trip is the error.
+        """
+        offsets: list[float] = []
+        for leader in self._leaders:
+            if self.rank == 0:
+                offsets.append(0.0 if leader == 0 else min(self._ask(leader) for _ in range(ROUNDS))[1])
+            elif self.rank == leader:
+                for _ in range(ROUNDS):
+                    self._comm.recv(source=0)
+                    self._comm.send(time.time(), dest=0)
+        return offsets
+
+    def leave(self) -> None:
+        """Ends MPI; afterwards a rank may leave with any exit code. Collective."""
+        self._comm.Barrier()
+        self._guard.remove()
+        self._comm.Free()
+        MPI.Finalize()
+
+    def _ask(self, leader: int) -> tuple[float, float]:
+        """Round trip and offset, in seconds."""
+        start = time.time()
+        self._comm.send(None, dest=leader)
+        theirs = float(self._comm.recv(source=leader))
+        end = time.time()
+        return end - start, theirs - (start + end) / 2
