@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpidp.hdf5.assemble import Share, assemble
+from mpidp.hdf5.assemble import assemble
 from mpidp.hdf5.budget import resources
 from mpidp.hdf5.dataset import Rows
 from mpidp.hdf5.describe import describe
@@ -23,6 +23,7 @@ from mpidp.hdf5.order import Order
 from mpidp.hdf5.pieces import Selection
 from mpidp.hdf5.ring import BatchRing
 from mpidp.hdf5.split import Split
+from mpidp.hdf5.steps import Share
 
 FIELDS = (Field("x", (2,), np.dtype("i8")), Field("y", (), np.dtype("i4")))
 

@@ -75,14 +75,15 @@ def test_widening_keeps_large_values(tmp_path: Path) -> None:
         tmp_path / "a.h5",
         small=np.array([0, 65535], "u2"),
         medium=np.array([0, 2**32 - 1], "u4"),
-        large=np.array([2**63 - 1, 2**63], "u8"),
+        large=np.array([2**63 - 1, 0], "u8"),
+        wrapped=np.array([2**63 - 1, 2**63], "u8"),
     )
-    dataset = describe(path, ("small", "medium", "large"))
+    dataset = describe(path, ("small", "medium", "large", "wrapped"))
     assert read_rows(dataset, 0, 2, 0).tolist() == [0, 65535]
     assert read_rows(dataset, 0, 2, 1).tolist() == [0, 2**32 - 1]
-    assert read_rows(dataset, 0, 1, 2).tolist() == [2**63 - 1]
-    with pytest.raises(DataError, match=r'"large", rows 0 to 1: holds 9223372036854775808.*int64'):
-        read_rows(dataset, 0, 2, 2)
+    assert read_rows(dataset, 0, 2, 2).tolist() == [2**63 - 1, 0]
+    with pytest.raises(DataError, match=r'"wrapped", rows 0 to 1: holds 9223372036854775808.*int64'):
+        read_rows(dataset, 0, 2, 3)
 
 
 def test_chunks_follow_the_field_with_most_bytes(tmp_path: Path) -> None:
@@ -98,17 +99,18 @@ def test_chunks_follow_the_field_with_most_bytes(tmp_path: Path) -> None:
     np.testing.assert_array_equal(again.files[1].storages[0].offsets, dataset.files[1].storages[0].offsets)
 
 
-def test_small_chunks_are_read_several_at_a_time(tmp_path: Path) -> None:
-    """A read of 64 KiB at least, in whole chunks, so that the table of ranges stays small."""
-    dataset = describe(make(tmp_path / "a.h5", x=(np.zeros((5000, 5)), {"chunks": (7, 5)})), ("x",))
-    assert dataset.chunk_rows.tolist() == [234 * 7, 234 * 7, 234 * 7, 5000 - 3 * 234 * 7]
-
-
-def test_contiguous_rows_are_read_by_the_mebibyte(tmp_path: Path) -> None:
-    dataset = describe(make(tmp_path / "a.h5", x=np.zeros((5, 2**16))), ("x",))
-    assert dataset.chunk_rows.tolist() == [2, 2, 1]
-    huge = describe(make(tmp_path / "b.h5", x=np.zeros((2, 2**18))), ("x",))
-    assert huge.chunk_rows.tolist() == [1, 1]
+@pytest.mark.parametrize(
+    ("rows", "chunk", "range_rows"),
+    [(5000, 64, 64), (2**18, 64, 4 * 64), (2**23, 64, 64 * 64), (2**21, None, 2**11), (5000, None, 4)],
+)
+def test_small_chunks_are_read_several_at_a_time(tmp_path: Path, rows: int, chunk: int | None, range_rows: int) -> None:
+    """Whole chunks, up to 64 KiB, or 1 MiB without chunks, as long as a thousand ranges remain to be shuffled."""
+    options: dict[str, Any] = {"chunks": (chunk, 16), "maxshape": (None, 16)} if chunk else {}
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", (rows, 16), "u1", **options)[0] = 1
+    dataset = describe(tmp_path / "a.h5", ("x",), allow_holes=True)
+    assert dataset.files[0].range_rows == range_rows
+    assert dataset.chunk_rows.sum() == rows and set(dataset.chunk_rows[:-1].tolist()) == {range_rows}
 
 
 def _truncated(path: Path) -> None:

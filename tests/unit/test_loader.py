@@ -281,7 +281,7 @@ def test_slow_full_shuffle_is_announced(tmp_path: Path) -> None:
 
 
 def _threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("mpidp-")]
+    return [thread for thread in threading.enumerate() if thread.name.startswith(("mpidp-prefetch", "mpidp-decode"))]
 
 
 def test_the_threads_always_end(paths: list[Path]) -> None:
