@@ -6,7 +6,8 @@ Everything that can be known to be wrong with the files is said here, before tra
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from mpidp.errors import DataError
@@ -75,7 +76,7 @@ def _distinct(paths: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _describe_file(path: str, specs: Sequence[FieldSpec], allow_holes: bool) -> tuple[StoredFile, tuple[Field, ...]]:
-    with open_file(path, cache_bytes=0) as file:
+    with open_file(path, cache_bytes=0) as file, _damage_is_told(path):
         found = [FoundDataset(path, spec, inspect(file, spec.dataset)) for spec in specs]
         for each in found:
             each.check(allow_holes)
@@ -93,6 +94,15 @@ def _describe_file(path: str, specs: Sequence[FieldSpec], allow_holes: bool) -> 
         slow=tuple(place if isinstance(place, str) else "" for place in located),
     )
     return stored, fields
+
+
+@contextmanager
+def _damage_is_told(path: str) -> Iterator[None]:
+    """Raise `DataError` for what HDF5 cannot make sense of."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        raise DataError(f"{path}: cannot be read; the file may be damaged. HDF5 says: {error}") from error
 
 
 def _common_rows(path: str, found: Sequence[FoundDataset]) -> int:

@@ -54,6 +54,8 @@ def open_file(path: str, cache_bytes: int) -> Any:
     """
     if os.path.isdir(path):
         raise DataError(f"{path}: this is a folder; give the HDF5 files in it")
+    if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe would wait for ever
+        raise DataError(f"{path}: this is no regular file; give an HDF5 file")
     try:
         return retried(lambda: _open(path, cache_bytes))
     except OSError as error:
@@ -115,6 +117,8 @@ def _open_problem(path: str, error: OSError) -> str:
         with open(path, "rb") as raw:
             start = raw.read(24)
         return f"not an HDF5 file: {os.path.getsize(path)} bytes that begin with {start!r}. HDF5 says: {text}"
+    if "unable to lock file" in text:
+        return f"HDF5 is told to lock files, and cannot; set HDF5_USE_FILE_LOCKING=FALSE. HDF5 says: {text}"
     if "already open for write" in text:
         return f"the program that writes it did not close it; let it end, or write again. HDF5 says: {text}"
     return f"cannot be opened. HDF5 says: {text}"

@@ -120,6 +120,7 @@ class HDF5Loader:
         self._stretch: Stretch | None = None
         self._stretch_at = (0, 0)
         self._pass = object()
+        self._pid = os.getpid()
         if world is None or world.rank == 0:
             for text in [*slow_paths(self.dataset), *self._order_warnings()]:
                 warnings.warn(text, stacklevel=2)
@@ -168,6 +169,7 @@ class HDF5Loader:
         while self._position < self.num_samples:
             if self._pass is not this:
                 raise RuntimeError("this pass over the loader was closed, for instance by another pass that began")
+            self._check_process()
             try:
                 assembled = next(self._steps())
             except BaseException:
@@ -262,6 +264,14 @@ class HDF5Loader:
             use = resources(self.order, self.dataset.row_bytes, self._rank_bytes, self._threads, size, rank)
             self._stretch = self._source.steps(self.order, Share(self._epoch, self._position, size, rank), use)
         return self._stretch
+
+    def _check_process(self) -> None:
+        """Raise `DataError` in a fork of the process that made this loader: its threads are not there."""
+        if os.getpid() != self._pid:
+            raise DataError(
+                f"this loader was made in process {self._pid} and is used in its fork {os.getpid()}, where its threads "
+                "are missing; use it where it was made, without worker processes: it reads ahead by itself"
+            )
 
     def _end_reading(self) -> None:
         if self._stretch is not None:

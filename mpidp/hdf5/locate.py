@@ -68,7 +68,7 @@ def _chunked(dataset: Any, dtype: np.dtype[Any], axis: int, filters: tuple[Filte
     table = np.full((int(np.prod(grid, dtype=np.int64)), 3), (-1, 0, 0), dtype=np.int64)
     places, facts = _chunk_table(dataset)
     if len(places):
-        table[np.ravel_multi_index(tuple((places // np.array(dataset.chunks)).T), grid)] = facts
+        table[_checked_cells(dataset, places, grid)] = facts
     by_block = np.moveaxis(table.reshape(*grid, 3), axis, 0).reshape(grid[axis], -1, 3)
     masks = by_block[:, :, 2].astype(np.uint32)
     return Storage(
@@ -83,6 +83,43 @@ def _chunked(dataset: Any, dtype: np.dtype[Any], axis: int, filters: tuple[Filte
         sizes=np.ascontiguousarray(by_block[:, :, 1]),
         masks=masks if masks.any() else None,
         fill=_fill(dataset, dtype),
+    )
+
+
+def _checked_cells(dataset: Any, places: IntArray, grid: tuple[int, ...]) -> IntArray:
+    """Return the number of each chunk in the grid; raises `DataError` unless there is one chunk at each place.
+
+    Older files have no checksum of the index, and HDF5 finds nothing, that is fill values, where a key is damaged.
+    """
+    cells, rest = np.divmod(places, np.array(dataset.chunks))
+    inside = bool((rest == 0).all() and (cells >= 0).all() and (cells < np.array(grid)).all())
+    numbers = np.ravel_multi_index(tuple(cells.T), grid) if inside else np.empty(0, np.int64)
+    if len(np.unique(numbers)) < len(places):
+        raise _damaged_index(dataset)
+    return numbers.astype(np.int64, copy=False)
+
+
+def _check_lookup(dataset: Any, storage: Storage) -> None:
+    """Raise `DataError` where HDF5 does not find a chunk that its index lists: then its own reading is wrong.
+
+    Reads all chunks, which is what so strange a dataset is worth.
+    """
+    for block in range(storage.grid[storage.axis]):
+        for tile, (within_row, _) in enumerate(storage.tiles()):
+            corner = [part.start for part in within_row]
+            corner.insert(storage.axis, block * storage.block_rows)
+            if storage.offsets[block, tile] < 0:
+                continue
+            try:
+                dataset.id.read_direct_chunk(tuple(corner))
+            except (OSError, RuntimeError, ValueError) as error:
+                raise _damaged_index(dataset) from error
+
+
+def _damaged_index(dataset: Any) -> DataError:
+    return DataError(
+        f'{dataset.file.filename}: dataset "{dataset.name}": its index of chunks is damaged, and HDF5 would read '
+        "chunks that it does not find as fill values; write it again"
     )
 
 
@@ -111,7 +148,9 @@ def _chunk_table(dataset: Any) -> tuple[IntArray, IntArray]:
         facts.append((info.byte_offset, info.size, info.filter_mask))
 
     dataset.id.chunk_iter(note)
-    return np.array(places, np.int64).reshape(len(places), len(dataset.shape)), np.array(facts, np.int64)
+    # Nothing lies beyond 2^63, but a damaged index may say so: reading there then fails.
+    table = np.array(facts, np.uint64).astype(np.int64)
+    return np.array(places, np.uint64).astype(np.int64).reshape(len(places), len(dataset.shape)), table
 
 
 def _unchunked(dataset: Any, dtype: np.dtype[Any], axis: int) -> Storage | str:
@@ -155,6 +194,8 @@ def _verified(dataset: Any, storage: Storage) -> Storage | str:
                 equal.append(candidate)
     if len(equal) > 1:
         return f"its values do not tell whether addresses count from behind the user block of {user_block} bytes"
+    if not equal and storage.chunked:
+        _check_lookup(dataset, storage)
     return equal[0] if equal else f"bytes read without HDF5 differ from its own reading ({problem})"
 
 

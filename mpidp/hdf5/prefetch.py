@@ -4,6 +4,7 @@ A thread and not a process: forking after MPI has started is unsafe, and spawned
 again. The thread never calls MPI.
 """
 
+import os
 import queue
 import threading
 import weakref
@@ -38,7 +39,7 @@ class Prefetcher(Generic[T]):
         # The thread must not hold `self`, or `self` would never be collected while it runs.
         wanted = partial(_wanted, self._stop, threading.current_thread())
         self._thread = threading.Thread(target=_produce, args=(make, self._items, wanted), name="mpidp-prefetch")
-        self._finalizer = weakref.finalize(self, _end, self._stop, self._thread, self._items)
+        self._finalizer = weakref.finalize(self, _end, os.getpid(), self._stop, self._thread, self._items)
         self._thread.start()
 
     def __iter__(self) -> "Prefetcher[T]":
@@ -87,7 +88,9 @@ def _put(items: "queue.Queue[T | _End]", item: "T | _End", wanted: Callable[[], 
     return False
 
 
-def _end(stop: threading.Event, thread: threading.Thread, items: "queue.Queue[T | _End]") -> None:
+def _end(pid: int, stop: threading.Event, thread: threading.Thread, items: "queue.Queue[T | _End]") -> None:
+    if os.getpid() != pid:
+        return  # in a fork, where the thread is not, and a lock that it held stays locked
     stop.set()
     with suppress(queue.Empty):  # room for what the thread may be about to put, so that it looks at once
         while True:
