@@ -61,11 +61,10 @@ class Meeting:
         return offsets
 
     def leave(self) -> None:
-        """Ends MPI; afterwards a rank may leave with any exit code. Collective."""
+        """Waits for all ranks; afterwards each may leave with any exit code. MPI ends with the process. Collective."""
         self._comm.Barrier()
         self._guard.remove()
         self._comm.Free()
-        MPI.Finalize()
 
     def _ask(self, leader: int) -> tuple[float, float]:
         """Round trip and offset, in seconds."""

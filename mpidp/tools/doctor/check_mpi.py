@@ -5,6 +5,7 @@ from mpidp.tools.doctor.finding import Finding, fail, ok, warn
 from mpidp.world.library import Library
 from mpidp.world.mapped import missing_gtl, two_libraries
 
+_NO_LIBRARY = ("cannot load an MPI library", "cannot load MPI library", "cannot open shared object file")
 ENOUGH = ("MPI_THREAD_SERIALIZED", "MPI_THREAD_MULTIPLE")
 
 
@@ -30,7 +31,7 @@ def short_name(mpi: Library) -> str:
 
 
 def _missing(error: str) -> Finding:
-    if "cannot load an MPI library" in error or "cannot load MPI library" in error:
+    if any(text in error for text in _NO_LIBRARY):
         return fail(
             "mpi",
             f"mpi4py finds no MPI library: {error}",

@@ -63,7 +63,7 @@ def _measure(world: World) -> dict[str, Any]:
         "ranks": world.size,
         "num_bytes": NUM_BYTES,
         **{f"{name}_s": value for name, value in seconds.items()},
-        **_round_trip(world, step.parallel.module),
+        **_round_trip(world, step.parallel.unwrap()),
         "cuda_aware": world.cuda_aware.aware,
         "aware_reason": world.cuda_aware.reason,
         "device": str(world.device),

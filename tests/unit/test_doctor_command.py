@@ -1,0 +1,131 @@
+"""Words after `mpidp doctor` come in; what is printed, the exit code, and what is not imported are looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import pytest
+
+from mpidp.cli import main
+from mpidp.tools.doctor.doctor_options import parse
+
+ROOT = Path(__file__).parents[2]
+FINDING = {"level": str, "code": str, "text": str, "fix": str, "where": str}
+
+
+def doctor(
+    *words: str, environment: dict[str, str] | None = None, python: str | Path = sys.executable
+) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own."""
+    variables = {**os.environ, **(environment or {})}
+    command = [python, "-m", "mpidp", "doctor", *words]
+    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60)
+
+
+def test_alone() -> None:
+    """Behaviour 46: no GPU, no Slurm, no launcher, and something useful."""
+    done = doctor()
+    assert (done.returncode, done.stderr) == (0, "")
+    codes = [line.split()[1] for line in done.stdout.splitlines()[:-1] if not line.startswith(" ")]
+    assert {"versions", "launch", "mpi", "node", "cores", "memory", "memory.shm", "gpus", "hdf5"} <= set(codes)
+    assert done.stdout.splitlines()[-1].startswith("0 FAIL, ")
+
+
+def test_json_has_findings_and_facts() -> None:
+    """Behaviour 46: `--json` is one line, and its shape holds."""
+    (line,) = doctor("--json").stdout.splitlines()
+    found = json.loads(line)
+    assert set(found) == {"format", "level", "findings", "ranks", "measured"}
+    assert (found["format"], found["measured"], len(found["ranks"])) == (1, None, 1)
+    assert found["level"] in ("OK", "WARN", "FAIL")
+    for finding in found["findings"]:
+        assert {name: type(value) for name, value in finding.items()} == FINDING
+        assert finding["level"] == "OK" or finding["fix"]
+    (rank,) = found["ranks"]
+    assert {"launch", "environment", "versions", "cores", "memory", "gpus", "system", "mpi", "hdf5"} <= set(rank)
+
+
+def test_a_failure_is_exit_code_3(tmp_path: Path) -> None:
+    """Behaviour 46."""
+    done = doctor(str(tmp_path / "no.h5"))
+    assert done.returncode == 3
+    assert "FAIL  data" in done.stdout and "No such file" in done.stdout and "1 FAIL" in done.stdout
+    assert json.loads(doctor(str(tmp_path / "no.h5"), "--json").stdout)["level"] == "FAIL"
+
+
+def test_a_file_that_hdf5_cannot_open(tmp_path: Path) -> None:
+    (tmp_path / "a.h5").write_text("not HDF5")
+    done = doctor(str(tmp_path / "a.h5"))
+    assert done.returncode == 3 and "FAIL  data.hdf5" in done.stdout
+    with h5py.File(tmp_path / "b.h5", "w"):
+        pass
+    assert doctor(str(tmp_path / "b.h5")).returncode == 0
+
+
+def test_alone_it_starts_no_mpi_and_imports_neither_torch_nor_h5py() -> None:
+    """Behaviours 40, 46: an h5py built with MPI would start MPI; torch takes its time."""
+    script = (
+        "import sys\nfrom mpidp.cli import main\nassert main(['doctor']) == 0\n"
+        "print([name for name in ('torch', 'h5py', 'mpi4py', 'numpy', 'tyro') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_where_nothing_is_installed(tmp_path: Path) -> None:
+    """Behaviours 40, 46: it says what is missing, and the rest all the same."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    done = doctor(python=tmp_path / "venv" / "bin" / "python")
+    assert done.returncode == 3, done.stderr
+    assert "pip install torch mpi4py numpy h5py tyro" in done.stdout
+    assert "FAIL  mpi                mpi4py is not installed" in done.stdout
+    assert "FAIL  hdf5" in done.stdout and "No module named 'h5py'" in done.stdout
+    assert "OK    memory " in done.stdout and "Traceback" not in done.stderr
+
+
+def test_where_mpi4py_finds_no_library() -> None:
+    """Behaviour 46: 'cannot load MPI library'."""
+    done = doctor(environment={"MPI4PY_LIBMPI": "/nothing/libmpi.so", "MPI4PY_MPIABI": "mpich"})
+    assert done.returncode == 3
+    assert "FAIL  mpi" in done.stdout and "MPI4PY_LIBMPI" in done.stdout
+
+
+def test_a_log_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "log").write_text("step 1\nRuntimeError: cannot load MPI library\n")
+    assert main(["doctor", "--log", str(tmp_path / "log")]) == 3
+    assert "line 2" in capsys.readouterr().out
+    (tmp_path / "log").write_text("mca_base_component_repository_open: unable to open x\n")
+    assert main(["doctor", "--log", str(tmp_path / "log"), "--json"]) == 0
+    assert "safe to ignore" in json.loads(capsys.readouterr().out)["findings"][0]["text"]
+    assert main(["doctor", "--log", str(tmp_path / "none")]) == 2
+    assert str(tmp_path / "none") in capsys.readouterr().err
+
+
+def test_markdown_is_for_an_issue() -> None:
+    done = doctor("--markdown")
+    assert done.stdout.startswith("### mpidp doctor\n") and "<details>" in done.stdout
+
+
+def test_the_probe_measures_with_right_values() -> None:
+    """Behaviours 46, 47: a step, a checkpoint and copies, in a child process."""
+    done = doctor("--probe", "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 0, found
+    assert {"probe.copy", "probe.step", "probe.checkpoint"} <= {finding["code"] for finding in found["findings"]}
+    assert found["measured"]["copy_s"] > 0 and found["measured"]["step_s"] > 0
+    assert not list(ROOT.glob(".mpidp-doctor-*"))
+
+
+def test_help_and_wrong_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--help"]) == 0
+    assert "--probe" in capsys.readouterr().out
+    assert main(["doctor", "--prob"]) == 2
+    assert "--prob" in capsys.readouterr().err
+    assert main(["doctor", "--json", "--markdown"]) == 2
+    assert parse(["a.h5"]).format == "text"
