@@ -1,8 +1,9 @@
 """An exception nobody caught in, the end of the whole job out, with the cause on the screen.
 
 A rank that dies quietly leaves the others waiting in a collective until the time limit. So every way out of a rank
-that means failure (an uncaught exception in any thread, `sys.exit(n)` with n not 0) prints what happened, tagged with
-rank and node, and aborts all ranks. (Not a bare `raise SystemExit(n)`: Python 3.11 lets nobody see that one.)
+that means failure (an uncaught exception in any thread or at exit, `sys.exit(n)` with n not 0) prints what happened,
+tagged with rank, node, step and phase, and aborts all ranks. (Python 3.11 lets nobody see a bare `raise SystemExit(n)`:
+`mpidp.world.departure` notices it when others wait for the rank.)
 """
 
 import builtins
@@ -27,38 +28,56 @@ SHARED_ERROR_GRACE_S = 10.0
 READ_TIMEOUT_S, PASS_ON_S, POLL_S = 2.0, 0.1, 0.001
 # Attribute of an exception that every rank raises at the same point; see World.together.
 SHARED_MARK = "mpidp_on_all_ranks"
+MEMORY_HINT = (
+    "This rank ran out of memory. Give it fewer samples at once (train.micro_batch, or Batch.micro_batches in a loop "
+    "of your own; data.memory_bytes for what the loader reads ahead), or use more ranks."
+)
 
 
 class AbortGuard:
     """Hooks that turn the failure of this rank into the end of the job. `abort(code)` must not return."""
 
     def __init__(self, rank: int, size: int, host: str, abort: Callable[[int], None], stream: TextIO | None = None):
-        self.rank = rank
-        self.tag = f"[rank {rank} of {size} on {host}]"
-        self.abort = abort
+        self.host = host
+        self.renumber(rank, size)
+        self.before_abort: Callable[[], None] = lambda: None  # quiets who would still call MPI
+        self._abort = abort
         self.stream = stream
-        self._saved: tuple[Any, Any, Any, Any] | None = None
+        self.where: Callable[[], str] = str  # says step and phase, where they are known
+        self._saved: tuple[Any, Any, Any, Any, Any] | None = None
+
+    def renumber(self, rank: int, size: int) -> None:
+        """The ranks have other numbers now, because some died and the others go on."""
+        self.rank = rank
+        self.tag = f"[rank {rank} of {size} on {self.host}]"
 
     def install(self) -> None:
         """Puts the hooks in place; a second call changes nothing."""
         if self._saved is not None:
             return
         # `exit` and `quit` are there only where Python's site module is.
-        self._saved = (sys.excepthook, threading.excepthook, sys.exit, vars(builtins).get("exit"))
-        if self._saved[3] is not None:
+        hooks = (sys.excepthook, threading.excepthook, sys.unraisablehook, sys.exit)
+        self._saved = (*hooks, vars(builtins).get("exit"))
+        if self._saved[4] is not None:
             vars(builtins).update(exit=self.exit, quit=self.exit)
         sys.excepthook = self.on_exception
         threading.excepthook = self.on_thread_exception
+        sys.unraisablehook = self.on_unraisable
         sys.exit = self.exit
 
     def remove(self) -> None:
         """Puts the former hooks back: from here on this rank may leave with any exit code, as all ranks do."""
         if self._saved is None:
             return
-        sys.excepthook, threading.excepthook, sys.exit, builtin_exit = self._saved
+        sys.excepthook, threading.excepthook, sys.unraisablehook, sys.exit, builtin_exit = self._saved
         if builtin_exit is not None:
             vars(builtins).update(exit=builtin_exit, quit=builtin_exit)
         self._saved = None
+
+    def abort(self, code: int) -> None:
+        """Ends all ranks."""
+        self.before_abort()
+        self._abort(code)
 
     def on_exception(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None, where: str = ""
@@ -67,7 +86,10 @@ class AbortGuard:
         if getattr(error, SHARED_MARK, False) and self.rank != 0:
             time.sleep(SHARED_ERROR_GRACE_S)  # rank 0's abort ends this sleep; after it nobody else will
         try:
-            self._print(f"{self.tag}{where} " + "".join(traceback.format_exception(kind, error, trace)))
+            if issubclass(kind, MemoryError) or "out of memory" in str(error):
+                error.add_note(MEMORY_HINT)
+            text = "".join(traceback.format_exception(kind, error, trace))
+            self.tell(f"{self.tag}{where} {self.where()}{text}")
         finally:  # also where nothing can be printed any more: a full disk, a closed pipe
             self.abort(128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1)
 
@@ -79,6 +101,14 @@ class AbortGuard:
         name = arguments.thread.name if arguments.thread else "unknown"
         self.on_exception(arguments.exc_type, error, arguments.exc_traceback, f" in thread {name}")
 
+    def on_unraisable(self, arguments: "sys.UnraisableHookArgs") -> None:
+        """An exception in a function that `atexit` called is a failure; others that nobody can catch are not."""
+        error = arguments.exc_value
+        if error is not None and not isinstance(error, SystemExit) and "atexit" in (arguments.err_msg or ""):
+            self.on_exception(arguments.exc_type, error, arguments.exc_traceback, " in a function called at exit")
+        assert self._saved is not None
+        self._saved[2](arguments)
+
     def exit(self, code: Any = None) -> NoReturn:
         """`sys.exit` that is noticed when nobody catches it."""
         if code is None or code == 0 or threading.current_thread() is not threading.main_thread():
@@ -88,11 +118,12 @@ class AbortGuard:
     def on_exit(self, code: Any) -> None:
         """The interpreter is going down with a code that is not 0."""
         try:
-            self._print(f"{self.tag} left the job with sys.exit({code!r})")
+            self.tell(f"{self.tag} {self.where()}left the job with sys.exit({code!r})")
         finally:
             self.abort(code if isinstance(code, int) else 1)
 
-    def _print(self, text: str) -> None:
+    def tell(self, text: str) -> None:
+        """Prints, and waits until a launcher has read it."""
         sys.stdout.flush()
         stream = self.stream or sys.stderr
         stream.write(text if text.endswith("\n") else text + "\n")

@@ -1,11 +1,21 @@
-"""mpi4py's `MPI` module, imported in the one way this package wants it: not started by the import."""
+"""mpi4py's `MPI` module, imported in the one way this package wants it: not started by the import.
+
+Nor ended by the interpreter's very last act, if nobody imported it before: a rank that leaves while others wait for it
+must be able to end the job with its own exit code (`mpidp.world.departure`).
+"""
+
+import atexit
+import os
+import sys
 
 import mpi4py
 
 from mpidp.errors import LaunchError
 
 mpi4py.rc.initialize = False  # mpidp.init() starts MPI, so that an import on a login node does not
-mpi4py.rc.finalize = True
+# Whoever imported it first has settled how it ends.
+ENDS_MPI = "mpi4py.MPI" not in sys.modules
+mpi4py.rc.finalize = not ENDS_MPI
 
 try:
     from mpi4py import MPI
@@ -15,4 +25,16 @@ except RuntimeError as error:  # what mpi4py raises when it finds no library to 
         f"`pip install mpich`; or name the library's file in MPI4PY_LIBMPI."
     ) from error
 
-__all__ = ["MPI"]
+__all__ = ["ENDS_MPI", "MPI"]
+_process = os.getpid()
+
+
+def finalize() -> None:
+    """Ends MPI, at exit."""
+    # A forked child runs this, too, and MPI is its parent's.
+    if os.getpid() == _process and MPI.Is_initialized() and not MPI.Is_finalized():
+        MPI.Finalize()
+
+
+if ENDS_MPI:
+    atexit.register(finalize)

@@ -4,6 +4,7 @@ import os
 import time
 
 from mpidp.world.mpi import MPI
+from mpidp.world.status import status
 
 # Of the time waited so far, how much the next pause may take: a short wait is noticed at once.
 SHARE = 1 / 8
@@ -18,10 +19,13 @@ def wait(request: MPI.Request, longest_pause_s: float = 0.0) -> None:
         longest_pause_s: how long the thread may sleep between two looks; 0 keeps looking, and gives the core only to
             who wants it at that moment.
     """
+    if request.Test():
+        return
     start = time.perf_counter()
-    while not request.Test():
-        pause_s = min((time.perf_counter() - start) * SHARE, longest_pause_s)
-        if pause_s < SHORTEST_S:
-            os.sched_yield()
-        else:
-            time.sleep(pause_s)
+    with status.waiting("a request"):
+        while not request.Test():
+            pause_s = min((time.perf_counter() - start) * SHARE, longest_pause_s)
+            if pause_s < SHORTEST_S:
+                os.sched_yield()
+            else:
+                time.sleep(pause_s)

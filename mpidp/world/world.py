@@ -23,7 +23,11 @@ from mpidp.world.launch import cannot_start, launch_facts, size_mismatch
 from mpidp.world.mapped import MAPS, mapped, missing_gtl, two_libraries
 from mpidp.world.mpi import MPI
 from mpidp.world.shared_error import share_error
+from mpidp.world.status import Status, status
 from mpidp.world.topology import Topology, make_topology
+from mpidp.world.watch import watch_rank
+from mpidp.world.watchdog import Watchdog
+from mpidp.world.watched_comm import WatchedComm
 
 T = TypeVar("T")
 log = logging.getLogger("mpidp")
@@ -56,6 +60,7 @@ class World:
         node_comm: the ranks of this node.
         topology: the communicators that gradients are reduced on.
         guard: ends the job when this rank fails.
+        watchdog: reports ranks that keep the others waiting; None where there is one rank.
     """
 
     rank: int
@@ -72,6 +77,12 @@ class World:
     node_comm: MPI.Intracomm = field(repr=False)
     topology: Topology = field(repr=False)
     guard: AbortGuard = field(repr=False)
+    watchdog: Watchdog | None = field(default=None, repr=False)
+
+    @property
+    def status(self) -> Status:
+        """What this process is doing: step and phase, for messages and for the watchdog."""
+        return status
 
     @property
     def threads_may_call(self) -> bool:
@@ -117,12 +128,13 @@ class World:
         """
         request = self.comm.Ibarrier()
         start = time.monotonic()
-        while not request.Test():
-            if timeout_s is not None and time.monotonic() - start > timeout_s:
-                raise TimeoutError(
-                    f"barrier: rank {self.rank} on {self.host} waited {timeout_s} s; some rank did not come"
-                )
-            time.sleep(POLL_S)
+        with status.waiting("barrier", self.size):
+            while not request.Test():
+                if timeout_s is not None and time.monotonic() - start > timeout_s:
+                    raise TimeoutError(
+                        f"barrier: rank {self.rank} on {self.host} waited {timeout_s} s; some rank did not come"
+                    )
+                time.sleep(POLL_S)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -158,13 +170,17 @@ class World:
 _world: World | None = None
 
 
-def init(*, share_gpu: bool = False) -> World:
+def init(*, share_gpu: bool = False, stall_warning_s: float | None = None, stall_abort_s: float | None = None) -> World:
     """Starts MPI if needed and returns this process's World. Idempotent. Collective at the first call.
 
-    Without a launcher this is a world of size 1. From here on an uncaught exception on any rank ends the whole job.
+    Without a launcher this is a world of size 1. From here on an uncaught exception on any rank ends the whole job,
+    and so does a rank that leaves while others wait for it.
 
     Args:
         share_gpu: allow two ranks of a node to use one GPU (also `MPIDP_SHARE_GPU=1`).
+        stall_warning_s: how long ranks wait for others before a report says for whom, and where each is; 0 for ever.
+            None is 60 s, or what an earlier call said.
+        stall_abort_s: how long before the job is ended, likewise; None is 600 s.
 
     Raises:
         LaunchError: MPI has another size than the launcher meant; MPI's thread level is too low; two MPI libraries
@@ -177,6 +193,8 @@ def init(*, share_gpu: bool = False) -> World:
     if _world is None:
         _start_mpi()
         _world = _make_world(share_gpu or os.environ.get("MPIDP_SHARE_GPU") == "1")
+    if _world.watchdog is not None:
+        _world.watchdog.configure(stall_warning_s, stall_abort_s)
     return _world
 
 
@@ -214,13 +232,15 @@ def _check_loaded() -> None:
 
 
 def _make_world(share_gpu: bool) -> World:
-    comm = MPI.COMM_WORLD.Dup()
-    node_comm = cast(MPI.Intracomm, comm.Split_type(MPI.COMM_TYPE_SHARED))
+    comm = WatchedComm(MPI.COMM_WORLD.Dup())
+    node_comm = comm.Split_type(MPI.COMM_TYPE_SHARED)
     topology = make_topology(comm)
     host = socket.gethostname()
     guard = AbortGuard(comm.rank, comm.size, host, MPI.COMM_WORLD.Abort)
+    watchdog: Watchdog | None = None
     if comm.size > 1:
         guard.install()
+        watchdog = watch_rank(comm, host, topology.node, guard)
     warn_of_cores(comm, host, torch.get_num_threads(), stacklevel=4)
     device = set_device(node_comm.rank)
     _check_same_kind(comm, device, host)
@@ -241,6 +261,7 @@ def _make_world(share_gpu: bool) -> World:
         node_comm=node_comm,
         topology=topology,
         guard=guard,
+        watchdog=watchdog,
     )
 
 

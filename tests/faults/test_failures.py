@@ -57,12 +57,12 @@ EXITS = {
 }
 
 
-UNSEEN = pytest.mark.xfail(run=False, reason="Python 3.11 has no hook for it: the others wait; sys.exit is seen")
-
-
-@pytest.mark.parametrize("statement", [pytest.param(s, marks=UNSEEN if s.startswith("raise") else ()) for s in EXITS])
+@pytest.mark.parametrize("statement", EXITS)
 def test_leaving_with_a_code_ends_the_job(statement: str) -> None:
-    """Behaviour 30: all ways to leave that Python offers, and the code is the launcher's, too."""
+    """Behaviour 30: all ways to leave that Python offers, and the code is the launcher's, too.
+
+    A bare SystemExit is noticed when the others wait for the rank, the others at once.
+    """
     result = run(f"if world.rank == 1: {statement}")
     assert result.code == EXITS[statement]
     assert tag(1) in result.output
@@ -140,6 +140,53 @@ def test_a_killed_rank_ends_the_job() -> None:
     result = run("if world.rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
     assert result.code != 0
     assert "end of rank" not in result.output
+
+
+def test_an_exception_at_exit_ends_the_job() -> None:
+    """Behaviour 30: in a function that atexit calls, where Python itself would go on and end with 0."""
+    result = run("import atexit\nif world.rank == 1: atexit.register(lambda: 1 / 0)")
+    assert result.code == 1
+    assert f"{tag(1)} in a function called at exit" in result.output
+    assert "ZeroDivisionError" in result.output
+
+
+@pytest.mark.parametrize(
+    "error", ["MemoryError()", "torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB')"]
+)
+def test_no_memory_left(error: str) -> None:
+    """Behaviour 30: with what to do."""
+    result = run(f"import torch\nif world.rank == 1: raise {error}")
+    assert result.code == 1
+    assert tag(1) in result.output
+    assert "fewer samples at once (train.micro_batch" in result.output
+
+
+TERMINATED = {
+    "in Python": "if world.rank == 1: os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)",
+    "in MPI": "if world.rank == 1: threading.Timer(1, os.kill, (os.getpid(), 15)).start(); world.broadcast(1)",
+}
+
+
+@pytest.mark.parametrize("where", TERMINATED)
+def test_sigterm_to_one_rank(where: str) -> None:
+    """Behaviour 30: also while the main thread waits inside MPI and runs no signal handler of Python's."""
+    result = run(TERMINATED[where])
+    assert result.code == 128 + 15
+    assert f"{tag(1)} was ended by SIGTERM" in result.output
+
+
+def test_a_program_of_its_own_mind_about_sigterm() -> None:
+    """Behaviour 30: a handler that the user sets is left in peace."""
+    result = run(
+        """
+signal.signal(signal.SIGTERM, lambda number, frame: print("heard", flush=True))
+if world.rank == 1:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(1)
+"""
+    )
+    assert result.code == 0, result.output
+    assert result.stdout.count("heard") == 1
 
 
 LIVE = """

@@ -1,0 +1,53 @@
+"""A process of this node that does not answer comes in; what it does in its Python code, or in the kernel, goes out.
+
+A rank inside a library that holds Python's lock can run no thread of ours. But its handler of a signal writes the
+stacks, in C, to a file in its memory, which a neighbour reads.
+"""
+
+import faulthandler
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+from mpidp.world.process_state import RUNS, process_state
+
+SIGNAL = signal.SIGRTMAX - 3  # one that no launcher or library is known to use
+WRITING_S = 0.3
+MOST_BYTES = 4000
+
+
+@dataclass(frozen=True)
+class Address:
+    """How a neighbour finds a process: its number, and that of its open file; -1 for none."""
+
+    pid: int
+    file: int
+
+
+def prepare() -> Address:
+    """Lets neighbours ask this process. To be called in the main thread; without effect if the signal is taken."""
+    if signal.getsignal(SIGNAL) != signal.SIG_DFL:
+        return Address(os.getpid(), -1)
+    file = os.memfd_create("mpidp-stacks")
+    faulthandler.register(SIGNAL, file=file)
+    return Address(os.getpid(), file)
+
+
+def look_at(address: Address) -> str:
+    """Why a process of this node is silent, and where it is in its code if it can still tell."""
+    state, text = process_state(address.pid)
+    if state not in RUNS or address.file < 0:
+        return text
+    path = f"/proc/{address.pid}/fd/{address.file}"
+    try:
+        before = os.stat(path).st_size
+        os.kill(address.pid, SIGNAL)
+        time.sleep(WRITING_S)
+        with open(path, "rb") as file:
+            file.seek(before)
+            written = file.read().decode(errors="replace")
+    except OSError as error:  # it has ended meanwhile, or is another user's
+        return f"{text} ({error})"
+    main = written.rstrip().rpartition("\n\n")[2]  # the main thread comes last
+    return f"{text}\n{main[:MOST_BYTES]}" if main else text

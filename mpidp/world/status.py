@@ -1,0 +1,99 @@
+"""What each part of this process does comes in (a phase, a wait for other ranks); what it does now goes out.
+
+One process is one rank, so there is one `status`. To say something costs less than a microsecond, and no lock: the
+watchdog's thread reads it whenever it likes.
+"""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+START, BETWEEN = "start", "between steps"
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A thread of this rank in a call that returns when other ranks have made it too.
+
+    Attributes:
+        name: the call.
+        ranks: how many ranks take part; 0 where that is not known.
+        thread: identifier of the thread.
+    """
+
+    name: str
+    ranks: int
+    thread: int
+
+
+class Status:
+    """What this rank is doing.
+
+    Attributes:
+        step: optimizer steps done.
+        phase: part of the step, or of the job.
+        since: when the phase began, by `time.monotonic`.
+        is_long: whether the phase may keep the other ranks waiting for as long as it likes.
+        has_left: whether the main program is over.
+        waits: by thread, what it waits in.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.phase = START
+        self.since = time.monotonic()
+        self.is_long = False
+        self.has_left = False
+        self.waits: dict[int, Wait] = {}
+
+    def enter(self, phase: str, is_long: bool = False) -> None:
+        """A phase begins."""
+        if phase != self.phase:
+            self.phase, self.since, self.is_long = phase, time.monotonic(), is_long
+
+    @contextmanager
+    def during(self, phase: str, is_long: bool = False) -> Iterator[None]:
+        """A phase for the length of a block; the one before goes on after it."""
+        before = self.phase, self.is_long
+        self.enter(phase, is_long)
+        try:
+            yield
+        finally:
+            self.enter(*before)
+
+    def waiting(self, name: str, ranks: int = 0) -> "Waiting":
+        """A context manager: this thread waits for other ranks."""
+        return Waiting(self.waits, Wait(name, ranks, threading.get_ident()))
+
+    def longest_wait(self) -> Wait | None:
+        """A thread that waits, the main one if it does."""
+        waits = dict(self.waits)
+        return waits.get(threading.main_thread().ident or 0) or next(iter(waits.values()), None)
+
+    def where(self) -> str:
+        """Step and phase, in words."""
+        return f"at step {self.step:,}, in phase {self.phase}"
+
+
+class Waiting:
+    """One wait. In a wait that is already on, as where one helper calls another, the outer one stays."""
+
+    __slots__ = ("_is_outer", "_wait", "_waits")
+
+    def __init__(self, waits: dict[int, Wait], wait: Wait):
+        self._waits = waits
+        self._wait = wait
+        self._is_outer = wait.thread not in waits
+
+    def __enter__(self) -> None:
+        if self._is_outer:
+            self._waits[self._wait.thread] = self._wait
+
+    def __exit__(self, *error: object) -> None:
+        if self._is_outer:
+            del self._waits[self._wait.thread]
+
+
+status = Status()

@@ -1,0 +1,127 @@
+"""Ranks that stop taking part, in real jobs: who, where, and what the others wait in is said; then the job ends."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from jobs import Result, run_job
+
+HOST = socket.gethostname()
+START = """
+import os, signal, sys, time
+import mpidp
+
+def load():
+    time.sleep(600)
+
+world = mpidp.init(stall_warning_s={warning}, stall_abort_s={abort})
+world.sum([1.0])
+"""
+MEET = "\nworld.any(True)\nprint('end of rank', world.rank, flush=True)\n"
+
+
+def run(folder: Path, code: str, ranks: int = 3, *, warning: float = 1.0, abort: float = 4.0) -> Result:
+    path = folder / "script.py"
+    path.write_text(START.format(warning=warning, abort=abort) + code + MEET)
+    return run_job([path], ranks, timeout_s=60)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_sleeps(tmp_path: Path, rank: int) -> None:
+    """Behaviour 32: its stack is shown, and what the others wait in; after stall_abort_s the job ends."""
+    result = run(tmp_path, f"if world.rank == {rank}: load()")
+    assert result.code == 1
+    first, last = result.output.split("(stall_abort_s).", 1)
+    for text in (first, last):
+        assert f"rank {rank} ({HOST}) does not arrive" in text
+        assert " wait in allreduce, at mpidp/world/world.py" in text and "script.py:" in text
+        assert "its main thread:" in text and "time.sleep(600)" in text and "in load" in text
+    assert "The job ends (stall_abort_s = 4)." in last
+    assert "end of rank" not in result.output
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_is_stopped(tmp_path: Path, rank: int) -> None:
+    """Behaviour 32: it cannot answer, so its neighbour asks the kernel; rank 0's place is taken by the last rank."""
+    result = run(tmp_path, f"if world.rank == {rank}: os.kill(os.getpid(), signal.SIGSTOP)", abort=8.0)
+    assert result.code == 1
+    assert f"rank {rank} ({HOST}) does not arrive" in result.output
+    assert f"rank {rank} on {HOST} does not answer: heard of" in result.output
+    assert "its process is stopped (SIGSTOP" in result.output
+    assert "The job ends (stall_abort_s = 8)." in result.output
+
+
+def test_two_ranks_of_which_one_is_stopped(tmp_path: Path) -> None:
+    """Behaviour 32."""
+    result = run(tmp_path, "if world.rank == 0: os.kill(os.getpid(), signal.SIGSTOP)", 2, abort=8.0)
+    assert result.code == 1
+    assert f"rank 0 on {HOST} does not answer" in result.output
+
+
+def test_a_deadlock(tmp_path: Path) -> None:
+    """Behaviour 32: all wait, in calls that do not belong together; each is shown."""
+    result = run(tmp_path, "if world.rank == 1: world.broadcast(1)")
+    assert result.code == 1
+    assert "all ranks wait for each other" in result.output
+    assert "ranks 0, 2 wait in allreduce" in result.output
+    assert f"rank 1 ({HOST}) waits in bcast" in result.output
+
+
+def test_a_rank_that_holds_the_lock_of_python(tmp_path: Path) -> None:
+    """Behaviour 32: no thread of it can answer, as while a library reads from a file system that hangs."""
+    held = "import ctypes\nif world.rank == 1: ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)"
+    result = run(tmp_path, held, abort=8.0)
+    assert result.code == 1
+    assert f"rank 1 on {HOST} does not answer" in result.output
+    assert "its process sleeps in a call that holds Python's lock" in result.output
+    assert "script.py" in result.output.partition("holds Python's lock")[2]
+
+
+def test_a_rank_that_is_late(tmp_path: Path) -> None:
+    """Behaviour 32: the report comes, the job goes on, and that is said as well."""
+    result = run(tmp_path, "if world.rank == 1: time.sleep(4)", abort=600.0)
+    assert result.code == 0, result.output
+    assert result.output.count("does not arrive") == 1
+    assert result.stdout.count("end of rank") == 3
+
+
+def test_waiting_for_ever_may_be_wanted(tmp_path: Path) -> None:
+    """Behaviour 32: 0 is never, for both limits."""
+    result = run(tmp_path, "if world.rank == 1: time.sleep(4)", warning=0.0, abort=0.0)
+    assert result.code == 0, result.output
+    assert "stalled" not in result.output
+
+
+def test_a_long_phase_is_excused(tmp_path: Path) -> None:
+    """Behaviour 32: a rank may say that the others have to wait for it."""
+    code = "if world.rank == 1:\n    with world.status.during('copying', is_long=True): time.sleep(4)"
+    result = run(tmp_path, code, abort=2.0)
+    assert result.code == 0, result.output
+    assert "stalled" not in result.output
+
+
+def test_a_job_that_was_suspended_goes_on(tmp_path: Path) -> None:
+    """Behaviour 32: time in which the ranks were all stopped does not count."""
+    code = """
+import subprocess
+pids = world.comm.allgather(os.getpid())
+if world.rank == 0:
+    words = " ".join(map(str, pids))
+    subprocess.Popen(["sh", "-c", f"kill -STOP {words}; sleep 6; kill -CONT {words}"], start_new_session=True)
+    time.sleep(2)
+"""
+    result = run(tmp_path, code, warning=0.0, abort=4.0)
+    assert result.code == 0, result.output
+    assert "stalled" not in result.output
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_whose_program_is_over(tmp_path: Path, rank: int) -> None:
+    """Behaviour 30: noticed within seconds, whatever the limits are; what is no failure for itself is one here."""
+    result = run(tmp_path, f"if world.rank == {rank}: sys.exit()", warning=60.0, abort=600.0)
+    assert result.code == 1
+    assert f"[rank {rank} of 3 on {HOST}] left the job, its main program being over" in result.output
+    assert "wait in allreduce" in result.output
