@@ -14,10 +14,22 @@ if TYPE_CHECKING:
     from mpidp.hdf5.loader import HDF5Loader
     from mpidp.train.parallel import DataParallel
     from mpidp.train.stop import StopSignal
+    from mpidp.train.survivors import Survivors
     from mpidp.world.world import World, init
 
 __version__ = "0.1.0"
-__all__ = ["Batch", "DataParallel", "FieldSpec", "HDF5Loader", "StopSignal", "World", "__version__", "errors", "init"]
+__all__ = [
+    "Batch",
+    "DataParallel",
+    "FieldSpec",
+    "HDF5Loader",
+    "StopSignal",
+    "Survivors",
+    "World",
+    "__version__",
+    "errors",
+    "init",
+]
 
 _HOMES = {
     "Batch": "mpidp.hdf5.batch",
@@ -25,6 +37,7 @@ _HOMES = {
     "FieldSpec": "mpidp.hdf5.field",
     "HDF5Loader": "mpidp.hdf5.loader",
     "StopSignal": "mpidp.train.stop",
+    "Survivors": "mpidp.train.survivors",
     "World": "mpidp.world.world",
     "init": "mpidp.world.world",
 }

@@ -146,6 +146,10 @@ class TrainSection:
     """CPU threads of torch on each rank; 0 shares the cores of the node among its ranks."""
     on_end: str = ""
     """Built-in, or module:function, called on rank 0 at the end; empty for none."""
+    fault_tolerance: Literal["abort", "shrink"] = "abort"
+    """When a rank dies: end the job, or go on without it (needs Open MPI 5 and mpiexec --with-ft ulfm)."""
+    min_ranks: int = 1
+    """With fewer ranks left the job ends after all."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,6 +302,7 @@ _CHECKS: dict[str, Check] = {
     "train.micro_batch": _at_least(0),
     "train.threads": _at_least(0),
     "train.on_end": _OPTIONAL,
+    "train.min_ranks": _at_least(1),
     "reduce.bucket_bytes": _at_least(1),
     "reduce.piece_bytes": _at_least(0),
     "checkpoint.every_epochs": _at_least(0),

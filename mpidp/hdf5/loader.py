@@ -102,6 +102,7 @@ class HDF5Loader:
         _check_agreed(world, (absolute_paths(paths), tuple(spec.settings() for spec in specs), order))
         self.dataset = _describe(world, paths, specs, allow_holes)
         node_bytes = memory_bytes or _from_root(world, lambda: default_node_bytes(memory_limit()))
+        self._node_bytes = node_bytes
         self._rank_bytes = node_bytes // (1 if world is None else world.local_size)
         with nullcontext() if world is None else world.together("choosing the order of the samples"):
             check_mode(mode)
@@ -124,9 +125,9 @@ class HDF5Loader:
         if world is None or world.rank == 0:
             for text in [*slow_paths(self.dataset), *self._order_warnings()]:
                 warnings.warn(text, stacklevel=2)
-        self._source: Source | None = open_source(
-            mode, self._selection, world, self._ring(prefetch_batches), prefetch_batches, self._threads, stage_folder
-        )
+        self._prefetch_batches, self._stage_folder = prefetch_batches, stage_folder
+        self._kept = (0, 0)
+        self._source: Source | None = self._open_source()
 
     @property
     def num_samples(self) -> int:
@@ -236,6 +237,27 @@ class HDF5Loader:
         adopted = {name: state[name] for name in ("seed", "lanes", "mixing_chunks")}
         self.order = replace(self.order, **adopted)
         self._epoch, self._position = state["epoch"], state["position"]
+        self.keep()
+
+    def keep(self) -> None:
+        """What was handed out so far has been trained on: `rebuild` goes back to here."""
+        self._kept = self._epoch, self._position
+
+    def rebuild(self) -> None:
+        """Deal the samples anew, from where `keep` was called last, after `world` lost ranks. Collective.
+
+        Samples that were handed out since then come again, and no other sample does. In mode "store" all data are
+        read once more; in the other modes what nodes hold stays.
+        """
+        self.stop()
+        self._epoch, self._position = self._kept
+        if self._source is None:
+            return
+        assert self.world is not None
+        self._rank_bytes = self._node_bytes // self.world.local_size
+        self._source.renew(self._ring())
+        if self.mode == "store":
+            self._source = self._open_source()
 
     @property
     def _device(self) -> torch.device:
@@ -245,11 +267,16 @@ class HDF5Loader:
     def _ranks(self) -> tuple[int, int]:
         return (1, 0) if self.world is None else (self.world.size, self.world.rank)
 
-    def _ring(self, prefetch_batches: int) -> BatchRing:
+    def _open_source(self) -> Source:
+        """Return where rows come from. Collective."""
+        depth, ring = self._prefetch_batches, self._ring()
+        return open_source(self.mode, self._selection, self.world, ring, depth, self._threads, self._stage_folder)
+
+    def _ring(self) -> BatchRing:
         """Return memory for the batches that wait, the one being made and the one being used."""
         size, _ = self._ranks
         most = min(self.order.global_batch, most_rows(self.order, size))
-        return BatchRing(self.dataset.fields, most, prefetch_batches + 2, self._device)
+        return BatchRing(self.dataset.fields, most, self._prefetch_batches + 2, self._device)
 
     def _order_warnings(self) -> list[str]:
         return warnings_about(self.order, self.dataset, self._rank_bytes, self._ranks[0])

@@ -30,6 +30,9 @@ class Source(Protocol):
     def steps(self, order: Order, share: Share, use: Resources) -> Stretch:
         """Return the steps of `share`, without end. What was returned before must have been closed."""
 
+    def renew(self, ring: BatchRing) -> None:
+        """Go on with other shares and memory for batches: ranks have died. Not collective."""
+
     def close(self) -> None:
         """Give back memory and files. Collective where memory is shared."""
 

@@ -15,6 +15,7 @@ from mpidp.hdf5.contents import Contents, Read, Records
 from mpidp.hdf5.dataset import Rows
 from mpidp.hdf5.keyed import IntArray
 from mpidp.hdf5.room import check_room
+from mpidp.world import tolerance
 from mpidp.world.mpi import MPI
 from mpidp.world.window import SharedWindow, free_shared_memory
 
@@ -89,12 +90,16 @@ class NodeMemory:
         if self._contents.all_rows:
             out.numbers[:] = numbers
 
+    def abandon(self) -> None:
+        """Forget what was asked for. The rows of a rank that died stay in the node's memory. Not collective."""
+        self._pending = None
+
     def close(self) -> None:
         """Give the memory back. Collective on the node."""
         self._segments, self._pending = [], None
-        if self._window is not None:
+        if self._window is not None and not tolerance.is_on():  # else it goes with the process
             self._window.free()
-            self._window = None
+        self._window = None
 
     def _copy(self, segment: Records, rows: IntArray, out: Rows, where: IntArray) -> None:
         for place, field in enumerate(self._contents.fields):

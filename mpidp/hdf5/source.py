@@ -43,6 +43,10 @@ class FileSource:
         """Return the steps of `share`, without end."""
         return Prefetcher(partial(assemble, self._selection, order, share, self._ring, use), self._depth)
 
+    def renew(self, ring: BatchRing) -> None:
+        """Go on with other shares: ranks have died."""
+        self._ring = ring
+
     def close(self) -> None:
         """Nothing is held."""
 
@@ -59,6 +63,9 @@ class Memory(Protocol):
 
     def finish(self, out: Rows | None) -> None:
         """Copy the rows of the last `start` to `out`, or drop them if it is None."""
+
+    def abandon(self) -> None:
+        """A rank has died: forget what was asked for, and what needs all ranks. Not collective."""
 
     def close(self) -> None:
         """Give the memory back."""
@@ -88,6 +95,12 @@ class MemorySource:
         if self._depth:
             return Prefetcher(partial(self._fetched, order, share, False), self._depth)
         return self._fetched(order, share, True)
+
+    def renew(self, ring: BatchRing) -> None:
+        """Go on with other shares: ranks have died. Rows spread over all ranks are lost then."""
+        self._ring = ring
+        self._asked = False
+        self._memory.abandon()
 
     def close(self) -> None:
         """Give the memory back. Collective where it is shared."""

@@ -13,6 +13,7 @@ from mpidp.hdf5.contents import Contents, Read
 from mpidp.hdf5.dataset import Rows
 from mpidp.hdf5.keyed import IntArray
 from mpidp.hdf5.room import check_room
+from mpidp.world import tolerance
 from mpidp.world.remote_memory import RemoteRows, Way
 
 if TYPE_CHECKING:
@@ -104,8 +105,19 @@ class SpreadMemory:
         if self._contents.all_rows:
             out.numbers[:] = numbers
 
+    def abandon(self) -> None:
+        """Let go of the memory when a rank has died, and a part of the rows with it. Not collective."""
+        self._segment = self._segment[:0].copy()
+        self._open = None
+        if self._remote is not None:
+            self._remote.abandon()
+            self._remote = None
+
     def close(self) -> None:
         """Give the memory back. Collective."""
+        if tolerance.is_on():
+            self.abandon()
+            return
         self._segment = self._segment[:0].copy()  # nothing may point into the window's memory any more
         self._open = None
         if self._remote is not None:

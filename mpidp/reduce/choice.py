@@ -65,9 +65,15 @@ def choose(name: str, facts: Facts, options: ReducerOptions) -> Choice | None:
         )
     if name == "node" and facts.device_type == "cuda":
         raise LaunchError("reducer 'node' is for gradients in host memory: use 'auto', or 'staged', which sums there")
+    if name == "node" and not options.share_memory:
+        return _without_windows(options)
     choice = Choice(name, options, "as asked")
     _check_feedback(choice)
     return choice
+
+
+def _without_windows(options: ReducerOptions) -> Choice:
+    return Choice("flat", options, "memory that ranks share does not survive the death of one, messages do")
 
 
 def _check_feedback(choice: Choice) -> None:
@@ -128,6 +134,8 @@ def make_reducer(world: World, choice: Choice) -> Reducer:
 def _choose_automatically(facts: Facts, options: ReducerOptions) -> Choice | None:
     if facts.size == 1:
         return Choice("null", options, "one rank has nothing to reduce")
+    if facts.device_type == "cpu" and not options.share_memory:
+        return _without_windows(options)
     if facts.device_type == "cpu":
         return None
     if facts.cuda_aware:

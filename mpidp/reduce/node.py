@@ -31,7 +31,12 @@ class NodeReducer:
 
     def allocate(self, layouts: Sequence[BucketLayout], device: torch.device) -> list[Tensor]:
         """One window for all buckets. Collective. Plain memory where there is nobody to share it with, or no room."""
-        if self._world.topology.max_local_size == 1 or device.type != "cpu" or not layouts:
+        if (
+            not self._options.share_memory
+            or self._world.topology.max_local_size == 1
+            or device.type != "cpu"
+            or not layouts
+        ):
             return plain_buffers(layouts, device)
         starts, num_bytes = _place(layouts)
         self._shared = make_node_mean(self._world, self._options, num_bytes)

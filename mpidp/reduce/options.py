@@ -19,6 +19,7 @@ class ReducerOptions:
         wire: "full", or "bf16" or "fp16": 16 bits travel for float32 gradients.
         error_feedback: add what rounding to the wire lost to the next step's gradient; costs 1.5 copies of them.
         residuals: where the lost parts are noted, for checkpoints; not an option, and the same for all.
+        share_memory: let ranks of a node sum in memory that they share; it does not survive the death of one of them.
         pause_s: how long a thread that waits for the network may sleep between two looks at it; 0 never sleeps.
     """
 
@@ -26,4 +27,5 @@ class ReducerOptions:
     wire: str = "full"
     error_feedback: bool = False
     pause_s: float = 0.0
+    share_memory: bool = field(default=True, repr=False)
     residuals: Residuals | None = field(default=None, repr=False, compare=False)

@@ -105,6 +105,11 @@ class Reduction:
             self._error = None
             self._begin()
 
+    def abandon(self) -> None:
+        """Ends the helper thread when a rank has died; its communicator was revoked, so it waits for nothing."""
+        if self._overlap is not None:
+            self._overlap.close()
+
     def close(self) -> None:
         """Ends the helper thread and gives the parameters gradients of their own. Collective."""
         if self._overlap is not None:

@@ -36,7 +36,7 @@ class StagedReducer:
         self._transports = transports_of_all(world, options)
         self._shared: NodeMean | None = None
         self._on_gpu = on_gpu = world.device.type == "cuda"
-        if world.topology.max_local_size > 1:
+        if options.share_memory and world.topology.max_local_size > 1:
             self._shared = make_node_mean(world, options, 2 * stage_bytes)
         if self._shared is not None:
             self._host = self._shared.own

@@ -71,6 +71,11 @@ class MetricsFile:
         self._file.close()
 
 
+def whole_lines(path: Path) -> int:
+    """How many bytes of the file are whole lines; who wrote it may have died in the middle of one."""
+    return path.read_bytes().rfind(b"\n") + 1
+
+
 def memory_bytes(device: torch.device) -> dict[str, int]:
     """The largest memory this rank has used so far: of the process, and of torch on the GPU."""
     peak = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}

@@ -20,6 +20,7 @@ from mpidp.reduce.reduction import Reduction
 from mpidp.train.backward import BackwardWatch
 from mpidp.train.broadcast import broadcast_module
 from mpidp.train.signature import check_same, check_supported, module_signature
+from mpidp.world import tolerance
 from mpidp.world.topology import Topology, make_topology
 from mpidp.world.world import World
 
@@ -80,7 +81,7 @@ class DataParallel(nn.Module):
         self._check_finite = check_finite
         with world.together("wrapping the model"):
             check_supported(module, world)
-        options = ReducerOptions(piece_bytes, wire, error_feedback)
+        options = ReducerOptions(piece_bytes, wire, error_feedback, share_memory=not tolerance.is_on())
         told = (
             f"reducer={reducer}, bucket_bytes={bucket_bytes}, overlap={overlap}, check_finite={check_finite}, {options}"
         )
@@ -95,6 +96,7 @@ class DataParallel(nn.Module):
         self._own_topology = self._make_own_topology() if self.overlap else None
         self._reducing_world = replace(world, topology=self._own_topology) if self._own_topology else world
         self._reduces: bool = True
+        self._former: Reduction | None = None
         self._pending: bool = False  # gradients were accumulated that are not the mean yet
         self._start()
         self._step_hook = register_optimizer_step_pre_hook(_StepHook(self))
@@ -133,9 +135,26 @@ class DataParallel(nn.Module):
         """Takes hooks and buffers away and returns the module, clean, with its gradients its own. Collective."""
         self._step_hook.remove()
         self._stop()
-        if self._own_topology:
+        if self._own_topology and not tolerance.is_on():  # it may have ranks that died
             self._own_topology.free()
         return self.module
+
+    def rebuild(self) -> None:
+        """Reduces over those that are left, after `world` lost ranks. Collective.
+
+        Gradients are dropped, as those of the step that was broken off are means of some ranks only. So are the
+        rounding errors of a 16-bit wire: they belong to another number of ranks.
+        """
+        self._watch.remove()
+        self._reduction.abandon()
+        # Until the next loss, as a message to these buffers may still be on its way.
+        self._former = self._reduction
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        self._pending, self._reduces = False, True
+        self._own_topology = self._make_own_topology() if self.overlap else None
+        self._reducing_world = replace(self.world, topology=self._own_topology) if self._own_topology else self.world
+        self._start()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own state, without a prefix: it loads in plain torch."""

@@ -1,13 +1,15 @@
 """Losses and seconds of the steps in, records in `metrics.jsonl` and lines on the console out."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from mpidp.train.metrics import MetricsFile, Tally, memory_bytes
+from mpidp.train.metrics import MetricsFile, Tally, memory_bytes, whole_lines
 from mpidp.train.progress import Progress
 from mpidp.train.stopwatch import Stopwatch
+from mpidp.world.recovery import Loss
 from mpidp.world.world import World
 
 
@@ -29,6 +31,8 @@ class Recorder:
         self.stopwatch = Stopwatch()
         self.num_samples = 0  # over all ranks, since this start
         self.last_validation: dict[str, float] | None = None
+        self._last_loss: Loss | None = None
+        self._last_epoch = -1  # of which there is a record of an evaluation
         self._start = (step, time.perf_counter(), dict(self.stopwatch.seconds))
 
     def restart(self, step: int) -> None:
@@ -63,7 +67,29 @@ class Recorder:
     def record_validation(self, step: int, epoch: int, tally: Tally) -> None:
         """One record of an evaluation. Collective."""
         self.last_validation = tally.total(self.world)
+        if epoch == self._last_epoch:
+            return  # evaluated once more, as ranks were lost before all were through
+        self._last_epoch = epoch
         self._write({"kind": "validation", "step": step, "epoch": epoch, **self.last_validation})
+
+    def record_loss(self, step: int, epoch: int, loss: Loss) -> None:
+        """One record of ranks that died, once. Not collective."""
+        if loss is not self._last_loss:
+            self._last_loss = loss
+            people = [{"rank": person.rank, "host": person.host} for person in loss.people]
+            facts = {"lost": people, "ranks": loss.num_left, "lost_s": round(loss.seconds, 6)}
+            self._write({"kind": "loss_of_ranks", "step": step, "epoch": epoch, **facts})
+
+    def rebuild(self, step: int, path: Path) -> None:
+        """Goes on after ranks were lost, on rank 0 even if it was another rank before. Not collective.
+
+        What the dead knew of the interval's losses is gone, so the next interval begins here.
+        """
+        self.tally = Tally(self.world.device)
+        if self.world.rank == 0 and self.file is None:
+            self.file = MetricsFile(path, whole_lines(path))
+            self.progress.speaks = True
+        self.restart(step)
 
     @property
     def num_bytes(self) -> int:

@@ -25,6 +25,7 @@ from mpidp.train.publish import LATEST, PARTIAL, discard, publish, tidy
 from mpidp.train.snapshot import Snapshot
 from mpidp.world.abort import SHARED_MARK
 from mpidp.world.agreement import DelayedMaximum
+from mpidp.world.mpi import MPI
 from mpidp.world.shared_error import share_error
 from mpidp.world.world import World
 
@@ -169,6 +170,29 @@ class Saver:
             self.close()
         except CheckpointError as failure:
             error.add_note(str(failure))
+
+    def rebuild(self) -> int:
+        """Goes on after `world` lost ranks: a checkpoint on its way is given up, unless all is there. Collective.
+
+        Returns:
+            The step of that checkpoint, if it was given up; else -1.
+        """
+        self._agreement.abandon()
+        if self._current is not None:
+            wait([self._current.work])  # the threads must not write any more when the folder is removed
+        step: int = self.world.comm.allreduce(-1 if self._current is None else self._current.step, op=MPI.MAX)
+        final = self.folder / folder_name(max(step, 0))
+        is_there = bool(self.world.from_root(lambda: step >= 0 and (final / manifests.NAME).exists()))
+        if is_there:
+            self.newest = final
+        elif self.world.rank == 0:
+            for partial in self.folder.glob(f"{PARTIAL}{folder_name(max(step, 0))}-*"):
+                discard(partial)
+        self._current = None
+        self._number = 0
+        self._token = self.world.broadcast(secrets.token_hex(4))
+        self._agreement = DelayedMaximum(self.world.comm)
+        return -1 if is_there else step
 
     def close(self) -> None:
         """Ends the thread and gives the memory back; nothing may be on its way. Collective."""

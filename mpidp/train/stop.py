@@ -41,10 +41,11 @@ class StopSignal:
     def __init__(self, world: World, file: Path | None = None):
         signals.watch()
         self.world = world
+        self._path = file
         self.file = file if world.rank == 0 else None
         self._maximum = DelayedMaximum(world.comm)
         self._looked = float("-inf")
-        self._reason = ""
+        self._reason = self._told = ""
 
     def agreed(self) -> str:
         """Why all ranks stop now ("SIGTERM", "SIGUSR2", "the file STOP"), or "". Collective; call it once a step.
@@ -56,6 +57,13 @@ class StopSignal:
             if self._reason and self.file is not None:
                 self.file.unlink(missing_ok=True)
         return self._reason
+
+    def rebuild(self) -> None:
+        """Goes on after `world` lost ranks; what they alone were told is lost with them. Collective."""
+        self._maximum.abandon()
+        self.file = self._path if self.world.rank == 0 else None
+        self._told, self._reason = self._reason or self._told, ""
+        self._maximum = DelayedMaximum(self.world.comm)
 
     def exit(self) -> NoReturn:
         """Ends every rank with exit code 75: stopped early after a save, safe to start again. Collective."""
@@ -69,6 +77,8 @@ class StopSignal:
 
     def _own(self) -> int:
         """What this rank knows, as a place in `_REASONS`."""
+        if self._told:  # some may have heard of it before ranks were lost, and others not
+            return _REASONS.index(self._told)
         received = signals.received()
         if received is not None:
             return _REASONS.index(received.name)

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -28,6 +28,8 @@ from mpidp.train.run_folder import RunFolder
 from mpidp.train.signature import check_same
 from mpidp.train.stop import StopSignal
 from mpidp.train.summary import describe_epoch, describe_start, describe_stop, summarise
+from mpidp.train.survivor import Survivor
+from mpidp.train.survivors import Part, Survivors
 from mpidp.world.cores import warn_of_cores
 from mpidp.world.world import World, init
 
@@ -61,6 +63,7 @@ class Trainer:
         self.config = config
         self.world = world
         check_same(world, [*to_toml(config).splitlines(), f"resume {resume}"], "the configurations")
+        self.survivors = Survivors(world, config.train.min_ranks) if config.train.fault_tolerance == "shrink" else None
         torch.set_num_threads(choose_threads(config.train.threads, os.environ, _cores_per_rank(world)))
         if config.train.threads:  # of others init has warned
             warn_of_cores(world.comm, world.host, config.train.threads, stacklevel=2)
@@ -84,14 +87,18 @@ class Trainer:
         progress = Progress(world.rank == 0, self.step, self.step + self._steps_left(), config.log.progress_s)
         metrics = MetricsFile(self.folder.metrics, metrics_bytes) if world.rank == 0 else None
         self.recorder = Recorder(world, progress, metrics, self.step)
+        self.folder.note(world, first_step=self.step, last_step=self.step + self._steps_left())
         self.stop = StopSignal(world, self.folder.path / "STOP")
         self.stopped = ""
+        self.begun = False
+        self.num_epochs = 0  # that are trained, evaluated and saved
+        self.given_up = -1  # step of a checkpoint that could not be completed, as ranks were lost
 
     def run(self) -> str:
         """Trains to the last epoch, or until it is asked to stop; returns by what, or "". Collective."""
         start = time.perf_counter()
         try:
-            self._train_epochs()
+            self._survive(self._train_epochs, Survivor(self))
         except BaseException as error:
             self.saver.leave(error)
             raise
@@ -99,35 +106,56 @@ class Trainer:
             self.recorder.close()
             self._end_reading()
             self.folder.close()
-        for loader in self._loaders():
+        for loader in self.loaders():
             loader.close()
         if self.stopped:
             self._check_saved()
+            self.folder.note(self.world, end=f"stopped by {self.stopped}")
             self.world.say(describe_stop(self))
             return self.stopped
-        self.stop.close()
         if self.world.rank == 0:
             print(summarise(self, time.perf_counter() - start), flush=True)
+        self._survive(self._end, self.stop)
+        self.folder.note(self.world, end="done")
+        return ""
+
+    def _survive(self, work: Callable[[], None], part: Part) -> None:
+        """Does the work, once more when ranks were lost and the others are to go on; `part` is rebuilt before."""
+        if self.survivors is None:
+            work()
+        else:
+            self.survivors.run(work, part)
+
+    def _end(self) -> None:
+        """What comes after the last step. Collective."""
+        self.stop.close()
         self._combine_statistics()
         module = self.model.unwrap()
         if self.world.rank == 0 and self.on_end:
             self.on_end(module, self.config)  # on one rank: a plain module, whose backward reduces nothing
         self.world.barrier()
         self._check_saved()
-        return ""
 
-    def _loaders(self) -> list[HDF5Loader]:
+    def loaders(self) -> list[HDF5Loader]:
+        """Of all data that the run reads."""
         return [self.loader] if self.validation is None else [self.loader, self.validation]
 
     def _end_reading(self) -> None:
         """Ends all threads that read. Not collective, as after a failure the other ranks may be anywhere."""
-        for loader in self._loaders():
+        for loader in self.loaders():
             loader.stop()
 
     def _train_epochs(self) -> None:
         """To the last epoch, or until the run is asked to stop; the last checkpoint is complete then."""
-        self.recorder.progress.line(describe_start(self))
-        for epoch in range(self.loader.epoch, self.config.train.epochs):
+        if not self.begun:
+            self.recorder.progress.line(describe_start(self))
+        self.begun = True
+        if self.survivors is not None and self.survivors.loss is not None:
+            self.recorder.record_loss(self.step, self.loader.epoch, self.survivors.loss)
+        if self.given_up >= 0:
+            self._save(self.loader.epoch)
+            self.given_up = -1
+        for epoch in range(max(self.loader.epoch, self.num_epochs), self.config.train.epochs):
             if not self._all_steps_done(epoch):
                 self._train_epoch(epoch)
             self._evaluate(epoch)
@@ -135,6 +163,7 @@ class Trainer:
                 break
             self.recorder.progress.line(describe_epoch(self, epoch))
             self._save_after(epoch)
+            self.num_epochs = epoch + 1
         self.saver.finish()
         self.saver.close()
 
@@ -191,6 +220,8 @@ class Trainer:
                     part.weigh(loss).backward()  # type: ignore[no-untyped-call]
                 stopwatch.move("backward", "reduce", self.model.reduce_s - reduce_s)
             self.recorder.tally.add(loss, output, target, part.size)
+        if self.survivors is not None:
+            self.survivors.agree(self.loader)  # from here to the next collective all do the same, or are dead
         with stopwatch("optimizer"):
             if self.config.train.clip_norm:
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip_norm)

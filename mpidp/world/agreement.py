@@ -3,6 +3,8 @@
 The message travels while the next step computes, so that asking at every step costs a call and no waiting.
 """
 
+from contextlib import suppress
+
 import numpy as np
 
 from mpidp.world.mpi import MPI
@@ -42,6 +44,14 @@ class DelayedMaximum:
             self._finish()
             self._comm.Free()
             self._comm = None
+
+    def abandon(self) -> None:
+        """Lets go of an open message after the communicator was revoked, because a rank died. Not collective."""
+        if self._request is not None:
+            with suppress(MPI.Exception):  # which is how it ends, and MPI is done with the memory
+                wait(self._request, PAUSE_S)
+            self._request = None
+        self._comm = None
 
     def _finish(self) -> int:
         if self._request is None:

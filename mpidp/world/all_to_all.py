@@ -5,6 +5,7 @@ that have any to exchange, so that they travel while the step computes.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 
@@ -47,6 +48,13 @@ class AllToAll:
         """Wait until rows have come, and until those that were sent have left."""
         for request in self._requests:
             wait(request, LONGEST_PAUSE_S)
+        self._requests.clear()
+
+    def abandon(self) -> None:
+        """Lets go of open messages after the communicator was revoked, because a rank died. Not collective."""
+        for request in self._requests:
+            with suppress(MPI.Exception):  # which is how they end, and MPI is done with the memory
+                wait(request, LONGEST_PAUSE_S)
         self._requests.clear()
 
     def _exchange(self, rows: IntArray, counts: IntArray) -> list[IntArray]:

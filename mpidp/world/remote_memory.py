@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from mpidp.world import tolerance
 from mpidp.world.all_to_all import AllToAll
 from mpidp.world.mpi import MPI
 from mpidp.world.one_sided import OneSided, Window, make_window
@@ -47,6 +48,8 @@ class RemoteRows:
         num_rows = int(rows_per_rank[comm.rank])
         self._window: Window | None = None
         problem = "it was asked for" if way == "all-to-all" else ""
+        if tolerance.is_on():  # ranks may wait for ever for one that died while a window was made
+            way, problem = "all-to-all", "windows do not survive the death of a rank"
         if comm.size > 1 and way != "all-to-all":
             self._window, problem = make_window(self._comm, num_rows * row_bytes)
         memory = np.empty(num_rows * row_bytes, np.uint8) if self._window is None else self._window.memory
@@ -107,6 +110,11 @@ class RemoteRows:
         self._transport.finish()
         if into is not out:
             out[order] = into
+
+    def abandon(self) -> None:
+        """Let go of the rows when a rank has died and the communicator was revoked. Not collective."""
+        self._messages.abandon()
+        self._open = None
 
     def free(self) -> None:
         """Give the memory back; `segment` must not be used any more. Collective."""

@@ -1,0 +1,133 @@
+"""A training that can be begun anew from its last step in; the same training out, when ranks died, on those that live.
+
+A step is taken by all survivors or by none: after the gradients are reduced and before the optimizer changes anything,
+all ranks agree that nobody has died so far. Whoever meets a death before that has changed nothing, and takes the step
+once more with the others; whoever meets it after has taken the step, as all have. So nothing is ever taken back.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from mpidp.errors import LaunchError
+from mpidp.hdf5.loader import HDF5Loader
+from mpidp.world import tolerance
+from mpidp.world.abort import SHARED_MARK
+from mpidp.world.mpi import ENDS_MPI, MPI
+from mpidp.world.recovery import Loss, Person, Recovery
+from mpidp.world.world import World
+
+T = TypeVar("T")
+log = logging.getLogger("mpidp")
+
+
+class Part(Protocol):
+    """What was made for a number of ranks: DataParallel, HDF5Loader, StopSignal, Saver."""
+
+    def rebuild(self) -> object:
+        """Goes on with the ranks that `world` has now. Collective; it may be called again before it is through."""
+
+
+class Survivors:
+    """Training goes on when ranks die. To be made right after `mpidp.init()`; collective.
+
+    In a loop of your own, in which `train` takes all the steps from where the loader stands to the last one:
+
+        survivors = mpidp.Survivors(world)
+        ...
+        def train():
+            while loader.epoch < 5:
+                for batch in loader:
+                    loss = batch.weigh(F.cross_entropy(model(batch.x), batch.y))
+                    loss.backward()
+                    survivors.agree(loader)     # before anything changes
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        survivors.run(train, model, loader)
+
+    Between `agree` and the next call of the loader there must be no collective. `world` is the same object after a
+    loss, with another rank and size; what else was made with them must be made anew, by a part with a method
+    `rebuild`.
+
+    Attributes:
+        is_on: whether it does anything; if not, the death of a rank ends the job.
+        loss: the last one; None before the first.
+
+    Args:
+        world: the ranks.
+        min_ranks: with fewer ranks the job ends.
+    """
+
+    def __init__(self, world: World, min_ranks: int = 1):
+        self.world = world
+        self.min_ranks = min_ranks
+        self.loss: Loss | None = None
+        reason = tolerance.why_not(os.environ, MPI.Get_library_version(), ENDS_MPI)
+        self.is_on = world.size > 1 and world.all(not reason)
+        if self.is_on:
+            tolerance.turn_on()
+        elif world.size > 1:
+            world.say(
+                f"training cannot go on without a rank that dies: {reason or 'another rank cannot'}. The job ends "
+                f"then, and goes on from its newest checkpoint when it is started again."
+            )
+        self._recovery = Recovery(world)
+
+    def agree(self, *loaders: HDF5Loader) -> None:
+        """Returns when all ranks came here alive: the step may be taken. Collective.
+
+        Args:
+            loaders: have handed out what this step is made of, which from now on is done.
+
+        Raises:
+            mpi4py.MPI.Exception: a rank has died; to be left to `run`.
+        """
+        if self.is_on:
+            self.world.comm.Agree(1)
+        for loader in loaders:
+            loader.keep()
+
+    def run(self, work: Callable[[], T], *parts: Part) -> T:
+        """Calls `work` until it ends without the loss of a rank; returns what it returns. Collective.
+
+        Args:
+            work: goes on from where training stands.
+            parts: what has to be made anew when ranks were lost, in this order.
+
+        Raises:
+            LaunchError: fewer than `min_ranks` are left.
+        """
+        while True:
+            try:
+                return work()
+            except Exception as error:
+                if not tolerance.is_survived(error):
+                    raise
+                log.info("a rank was lost: %s", error)
+            self._recover(parts)
+
+    def _recover(self, parts: tuple[Part, ...]) -> None:
+        start, lost = time.perf_counter(), list[Person]()
+        while True:
+            try:
+                lost += self._recovery.shrink()
+                if self.world.size < self.min_ranks:
+                    break
+                for part in parts:
+                    part.rebuild()
+                self.world.comm.Barrier()
+                break
+            except Exception as error:
+                if not tolerance.is_survived(error):
+                    raise
+        self.loss = Loss(tuple(lost), self.world.size, time.perf_counter() - start)
+        if self.world.size < self.min_ranks:
+            names = ", ".join(map(str, lost))
+            few = LaunchError(f"lost {names}: {self.world.size} ranks are left, and {self.min_ranks} were asked for")
+            setattr(few, SHARED_MARK, True)
+            raise few
+        log.info("%s; this is rank %d now", self.loss, self.world.rank)
+        self.world.say(str(self.loss))

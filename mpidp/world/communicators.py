@@ -1,0 +1,30 @@
+"""Communicators as this package makes them in; all that are open out, so that they can be revoked together.
+
+A rank that leaves a collective because another one died must free those that wait for itself, in whatever call on
+whatever communicator they are.
+"""
+
+from mpidp.world.mpi import MPI
+
+_open: dict[int, MPI.Comm] = {}
+
+
+def opened(comm: MPI.Comm) -> None:
+    """A communicator was made."""
+    _open[id(comm)] = comm
+
+
+def closed(comm: MPI.Comm) -> None:
+    """It is about to be given back."""
+    _open.pop(id(comm), None)
+
+
+def revoke_all() -> None:
+    """Makes every call on them fail, on all ranks, those that already wait included. Not collective.
+
+    They are forgotten, and stay allocated: to free a communicator needs all its ranks.
+    """
+    for comm in [*_open.values()]:
+        if comm != MPI.COMM_NULL:
+            comm.Revoke()
+    _open.clear()

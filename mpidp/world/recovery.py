@@ -1,0 +1,144 @@
+"""A World some of whose ranks died in; the same World, of those that are left, out.
+
+All survivors come here, each out of another call: whoever comes first revokes every communicator, so that the others'
+calls fail, too. What they agree on afterwards holds for all of them, also when more ranks die meanwhile.
+"""
+
+import logging
+from dataclasses import dataclass, fields, replace
+
+from mpidp.world import communicators
+from mpidp.world.cores import cores_per_rank
+from mpidp.world.mpi import MPI
+from mpidp.world.tolerance import is_loss
+from mpidp.world.topology import make_topology
+from mpidp.world.watch import watch_again
+from mpidp.world.watched_comm import WatchedComm
+from mpidp.world.world import World
+
+log = logging.getLogger("mpidp")
+
+
+@dataclass(frozen=True)
+class Person:
+    """A rank as it was numbered when the job began, and the name of its node."""
+
+    rank: int
+    host: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host})"
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What happened.
+
+    Attributes:
+        people: who died.
+        num_left: how many ranks go on.
+        seconds: from the moment this rank noticed to that when all were ready to go on.
+    """
+
+    people: tuple[Person, ...]
+    num_left: int
+    seconds: float
+
+    def __str__(self) -> str:
+        names = ", ".join(map(str, self.people))
+        return f"lost {names}; {self.num_left} ranks go on, after {self.seconds:.3f} s"
+
+
+class Recovery:
+    """Knows who is there. Construction is collective.
+
+    Attributes:
+        people: of each present rank, who it is.
+
+    Args:
+        world: the ranks; it is changed in place when some are lost, for everybody who holds it.
+    """
+
+    def __init__(self, world: World):
+        self.people: list[Person] = world.comm.allgather(Person(world.rank, world.host))
+        self._world = world
+
+    def shrink(self) -> list[Person]:
+        """Leaves the dead behind; returns them. Collective over those that live, from anywhere.
+
+        Afterwards `world` has new ranks, size, nodes and communicators. All that was made with the former ones is
+        useless: reducers, agreements, windows, shares of the samples.
+        """
+        before = self.people
+        while True:
+            communicators.revoke_all()
+            comm = _shrunk(self._world.comm)
+            self.people = [self.people[rank] for rank in _former_ranks(comm, self._world.comm)]
+            object.__setattr__(self._world, "comm", comm)  # what a further loss starts from, whatever it interrupts
+            try:
+                self._rebuild(comm)
+            except MPI.Exception as error:
+                if not is_loss(error):
+                    raise
+                log.info("one more rank was lost while the communicators were made anew")
+                continue
+            return [person for person in before if person not in self.people]
+
+    def _rebuild(self, comm: WatchedComm) -> None:
+        """Everything of the World that depends on who is there. Collective."""
+        world = self._world
+        node_comm = comm.Split_type(MPI.COMM_TYPE_SHARED)
+        topology = make_topology(comm)
+        world.guard.renumber(comm.rank, comm.size)
+        fresh = replace(
+            world,
+            rank=comm.rank,
+            size=comm.size,
+            local_rank=node_comm.rank,
+            local_size=node_comm.size,
+            node=topology.node,
+            num_nodes=topology.num_nodes,
+            cores=cores_per_rank(node_comm),
+            node_comm=node_comm,
+            topology=topology,
+            watchdog=watch_again(world.watchdog, comm, world.host, topology.node, world.guard),
+        )
+        # Frozen for everybody else: loaders, wrappers and the user's own loop hold this very object.
+        for field in fields(fresh):
+            object.__setattr__(world, field.name, getattr(fresh, field.name))
+
+
+def agreed(comm: MPI.Intracomm, flag: bool) -> bool:
+    """Whether the flag is set on every rank that lives, the same answer on all of them. Works while ranks die."""
+    while True:
+        comm.Ack_failed()
+        try:
+            return bool(comm.Agree(int(flag)))
+        except MPI.Exception as error:  # somebody died who was not known to be dead: on all ranks
+            if not is_loss(error):
+                raise
+
+
+def _shrunk(comm: MPI.Intracomm) -> WatchedComm:
+    """The communicator of those that live. Collective over them."""
+    while True:
+        small: WatchedComm | None = None
+        try:
+            small = WatchedComm(comm.Shrink())
+        except MPI.Exception as error:
+            if not is_loss(error):
+                raise
+        # All take the new one or none does: the next loss must find everybody on the same.
+        if agreed(comm, small is not None):
+            assert small is not None
+            communicators.opened(small)
+            return small
+
+
+def _former_ranks(comm: MPI.Intracomm, before: MPI.Intracomm) -> list[int]:
+    """Of each rank of `comm`, its rank in the communicator it was shrunk from."""
+    group, former = comm.Get_group(), before.Get_group()
+    ranks = [int(rank) for rank in group.Translate_ranks(list(range(comm.size)), former)]
+    group.Free()
+    former.Free()
+    return ranks
