@@ -7,12 +7,15 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import h5py
 import pytest
 
 from mpidp.tools.doctor.child import Child
+from mpidp.tools.doctor.facts import Gpu
 from mpidp.tools.doctor.facts_environment import chosen
 from mpidp.tools.doctor.facts_file import data_file
 from mpidp.tools.doctor.facts_gpu import links, seen_by
@@ -65,8 +68,42 @@ def test_a_driver_that_does_not_start(tmp_path: Path) -> None:
     assert seen_by(make_driver(tmp_path, "cu", 100), "cu") == ([], "the driver gave error 100")
 
 
-def test_nobody_knows_how_no_gpus_are_linked() -> None:
-    assert links([]) == {}
+class NoAnswerError(Exception):
+    """What NVML raises."""
+
+
+def nvml(level: int | None) -> SimpleNamespace:
+    """Make the package, with two GPUs linked at a level, or without an answer."""
+
+    def ancestor(first: str, second: str) -> int:
+        assert (first, second) == ("handle 0000:41:00.0", "handle 0000:c1:00.0")
+        if level is None:
+            raise NoAnswerError("Not Supported")
+        return level
+
+    levels = ("INTERNAL", "SINGLE", "MULTIPLE", "HOSTBRIDGE", "NODE", "SYSTEM")
+    return SimpleNamespace(
+        **{f"NVML_TOPOLOGY_{name}": 10 * index for index, name in enumerate(levels)},
+        NVMLError=NoAnswerError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetHandleByPciBusId=lambda pci: f"handle {pci.decode()}",
+        nvmlDeviceGetTopologyCommonAncestor=ancestor,
+    )
+
+
+@pytest.mark.parametrize(
+    "level, text",
+    [(10, "one PCIe switch"), (50, "the link between sockets"), (60, "60"), (None, "NVML cannot tell (Not Supported)")],
+)
+def test_how_gpus_are_linked(monkeypatch: pytest.MonkeyPatch, level: int | None, text: str) -> None:
+    seen = [Gpu(0, "H", "GPU-0", "0000:41:00.0"), Gpu(1, "H", "GPU-1", "0000:c1:00.0")]
+    monkeypatch.setitem(sys.modules, "pynvml", nvml(level))
+    (link,) = links(seen).values()
+    assert text in link
+    assert links(seen[:1]) == {}
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
+    assert links(seen) == {}
 
 
 def test_this_machine(tmp_path: Path) -> None:

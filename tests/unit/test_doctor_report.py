@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from doctor_facts import bad, rank_facts
@@ -14,6 +15,7 @@ from mpidp.tools.doctor.known_texts import KNOWN
 from mpidp.tools.doctor.read_log import read_log
 from mpidp.tools.doctor.report import Report, to_json, to_markdown, to_text
 
+ROOT = Path(__file__).parents[2]
 # What people saw: one line or more of it, and what doctor makes of it.
 SEEN = {
     "text.no_pmi": "OMPI was not built with SLURM's PMI support and therefore cannot execute.",
@@ -91,9 +93,9 @@ REPORT = Report([ok("a", "fine"), Finding(Level.FAIL, "b", "broken | <x>", "mend
 
 def test_text() -> None:
     assert to_text(REPORT).splitlines() == [
-        "OK    a                  fine",
-        "FAIL  b                  broken | <x> [rank 1 on y]",
-        "                         fix: mend it",
+        "OK    a                    fine",
+        "FAIL  b                    broken | <x> [rank 1 on y]",
+        "                           fix: mend it",
         "1 FAIL, 0 WARN, 1 OK",
     ]
 
@@ -112,6 +114,17 @@ def test_json() -> None:
     assert (found["format"], found["level"], found["measured"]) == (1, "FAIL", None)
     assert found["findings"][0] == {"level": "OK", "code": "a", "text": "fine", "fix": "", "where": ""}
     assert found["ranks"][0]["mpi"]["mapped"]["mpi"] == ["/opt/mpi/lib/libmpi.so.12"]
+
+
+def test_the_page_names_every_finding_and_no_other() -> None:
+    """Behaviour 50: docs/doctor.md lists what may be found."""
+    tools = ROOT / "mpidp" / "tools" / "doctor"
+    sources = [path.read_text() for path in (*tools.glob("check_*.py"), tools / "known_texts.py")]
+    pattern = r'\b(?:ok|warn|fail|Known)\(\s*"([a-z0-9_.]+)"'
+    codes = {code for source in sources for code in re.findall(pattern, source)}
+    named = set(re.findall(r"^\| `([a-z0-9_.]+)` \|", (ROOT / "docs" / "doctor.md").read_text(), re.MULTILINE))
+    assert len(codes) > 70
+    assert named == codes
 
 
 def test_all_checks_of_a_healthy_job() -> None:

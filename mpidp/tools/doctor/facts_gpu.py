@@ -42,7 +42,9 @@ def seen_by(library: ctypes.CDLL, prefix: str) -> tuple[list[Gpu], str]:
 
 
 def links(seen: list[Gpu]) -> dict[str, str]:
-    """How pairs of GPUs are connected, by NVML; empty without the package nvidia-ml-py."""
+    """How pairs of GPUs are connected, by NVML; empty without the package nvidia-ml-py or without pairs."""
+    if len(seen) < 2:
+        return {}
     try:
         import pynvml
     except ImportError:
@@ -55,11 +57,14 @@ def links(seen: list[Gpu]) -> dict[str, str]:
         pynvml.NVML_TOPOLOGY_NODE: "the NUMA node",
         pynvml.NVML_TOPOLOGY_SYSTEM: "the link between sockets",
     }
-    pynvml.nvmlInit()
-    handles = [pynvml.nvmlDeviceGetHandleByPciBusId(gpu.pci.encode()) for gpu in seen]
-    pairs = [(a, b) for b in range(len(handles)) for a in range(b)]
-    found = {f"{a}-{b}": pynvml.nvmlDeviceGetTopologyCommonAncestor(handles[a], handles[b]) for a, b in pairs}
-    pynvml.nvmlShutdown()
+    try:
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByPciBusId(gpu.pci.encode()) for gpu in seen]
+        pairs = [(a, b) for b in range(len(handles)) for a in range(b)]
+        found = {f"{a}-{b}": pynvml.nvmlDeviceGetTopologyCommonAncestor(handles[a], handles[b]) for a, b in pairs}
+        pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        return {"all": f"something that NVML cannot tell ({error})"}
     return {pair: names.get(level, str(level)) for pair, level in found.items()}
 
 

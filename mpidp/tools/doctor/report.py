@@ -41,9 +41,9 @@ def to_text(report: Report) -> str:
     lines: list[str] = []
     for finding in report.findings:
         where = f" [{finding.where}]" if finding.where else ""
-        lines.append(f"{finding.level:<4}  {finding.code:<18} {finding.text}{where}")
+        lines.append(f"{finding.level:<4}  {finding.code:<20} {finding.text}{where}")
         if finding.fix:
-            lines.append(f"      {'':<18} fix: {finding.fix}")
+            lines.append(f"      {'':<20} fix: {finding.fix}")
     return "\n".join([*lines, report.counts()])
 
 
