@@ -1,4 +1,4 @@
-"""A module on each rank in, rank 0's values on every rank out."""
+"""A module or tensor on each rank in, one rank's values on every rank out."""
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +14,14 @@ def broadcast_module(module: nn.Module, world: World) -> None:
             broadcast_tensor(tensor, world)
 
 
-def broadcast_tensor(tensor: Tensor, world: World) -> None:
-    """Rank 0's bits in a tensor of any dtype and device, in place. Collective.
+def broadcast_tensor(tensor: Tensor, world: World, root: int = 0) -> None:
+    """The root's bits in a tensor of any dtype and device, in place. Collective.
 
     It goes through host memory: it happens once, and works with every MPI library.
     """
     host = tensor.detach().to("cpu", copy=True).contiguous()
     flat = host.view(-1).view(torch.uint8) if host.numel() else host.view(torch.uint8)
     for piece in pieces(flat.numel(), 1):
-        world.comm.Bcast(flat[piece].numpy(), root=0)
-    if world.rank != 0:
+        world.comm.Bcast(flat[piece].numpy(), root=root)
+    if world.rank != root:
         tensor.copy_(host)
