@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import mpidp
@@ -34,6 +35,8 @@ commands:
         [--resume RUN_FOLDER | auto]         continue a run from its newest checkpoint; auto: if there is one
         [--dry-run] [--ranks N]              print shards, buckets and memory for N ranks; no MPI
         [--print-config]                     print the effective configuration; no MPI
+  submit RUN.toml --nodes N [OPTIONS]        write a batch script for Slurm and submit it; --dry-run prints it; no MPI
+  status [RUN_FOLDER]                        how far a run is, or all in runs/, and what Slurm says of it; no MPI
   data inspect FILE                          describe an HDF5 file as the loader sees it, with advice
   data verify FILE ... [--json]              read and decode everything; alone or on all ranks
   data convert SOURCE ... TARGET             write .npy, .npz, images, CSV or HDF5 as fast HDF5; on all cores
@@ -85,6 +88,11 @@ commands:
 
 options of all: --repeats N, --json, --help
 fair figures on CPUs need OMP_NUM_THREADS set to the cores of a rank."""
+
+STATUS_USAGE_TEXT = """usage: mpidp status [RUN_FOLDER]
+
+Print how far a run is (step, loss, time left, last checkpoint, restarts) and what Slurm says of its job; without a
+folder, a line for each run in runs/."""
 
 _HELP = ("-h", "--help")
 
@@ -277,6 +285,33 @@ def _train(words: list[str]) -> int:
     return STOPPED_EARLY if train(options.config, options.resume) else DONE
 
 
+def _submit(words: list[str]) -> int:
+    from mpidp import options as train_options
+    from mpidp.tools.submit_options import parse
+
+    try:
+        options, job, config = parse(words, lambda settings: train_options.parse(settings).config)
+    except SystemExit as end:
+        return _parser_code(end)
+    from mpidp.tools.batch_script import render
+    from mpidp.tools.submit import describe_submitted, submit
+
+    _say(render(job).rstrip("\n") if options.dry_run else describe_submitted(submit(job), job, config))
+    return DONE
+
+
+def _status(words: list[str]) -> int:
+    if any(word in _HELP for word in words):
+        _say(STATUS_USAGE_TEXT)
+        return DONE
+    if len(words) > 1:
+        raise ConfigError(f"mpidp status takes one RUN_FOLDER, or none; found {len(words)} words: {' '.join(words)}")
+    from mpidp.tools.status import status
+
+    _say(status(Path(words[0]) if words else None))
+    return DONE
+
+
 def _train_together(words: list[str]) -> int:
     """Train as one of many ranks: a run file that a single rank cannot read must not leave the others waiting."""
     signals.watch()
@@ -374,7 +409,14 @@ def _dry_run(options: "TrainOptions") -> int:
     return DONE
 
 
-_COMMANDS: dict[str, Command] = {"train": _train, "data": _data, "checkpoint": _checkpoint, "bench": _bench}
+_COMMANDS: dict[str, Command] = {
+    "train": _train,
+    "data": _data,
+    "submit": _submit,
+    "status": _status,
+    "checkpoint": _checkpoint,
+    "bench": _bench,
+}
 _COMMANDS["doctor"] = _doctor
 
 

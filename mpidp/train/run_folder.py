@@ -73,6 +73,20 @@ class RunFolder:
             self._log_handler.close()
             self._log_handler = None
 
+    def note(self, world: World, **facts: Any) -> None:
+        """Adds facts to this start's entry in `env.json`, for `mpidp status`. Rank 0 writes; not collective."""
+        if world.rank != 0:
+            return
+        path = self.path / "env.json"
+        try:
+            starts = json.loads(path.read_text())
+            starts[-1].update(facts)
+            written = path.with_suffix(".json.new")
+            written.write_text(json.dumps(starts, indent=2) + "\n")
+            written.replace(path)  # a reader never meets half of it
+        except OSError as error:  # no run is lost for a line in its description
+            log.warning("cannot note %s in %s: %s", facts, path, error)
+
     def _describe(self, world: World) -> None:
         """Adds this start to `env.json` and opens this rank's log. Collective."""
         hosts = world.comm.gather(world.host)

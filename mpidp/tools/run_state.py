@@ -1,0 +1,118 @@
+"""A run folder in, how far the run is out. Reads only small files; needs neither torch nor MPI, and locks nothing."""
+
+import json
+import time
+import tomllib
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from mpidp.errors import ConfigError
+
+# A run that has not written for so long is no longer taken for running, unless Slurm says so.
+SILENT_S = 300.0
+
+
+@dataclass(frozen=True)
+class RunState:
+    """How far a run is.
+
+    Attributes:
+        path: its folder.
+        starts: how often it was started, the first time included.
+        job: Slurm's number of the last start's job, or "".
+        ranks, nodes: of the last start.
+        step, last_step: optimizer steps done, and of the whole run; None where it has not said.
+        loss: of the last recorded steps.
+        left_s: seconds to the end at the pace of this start, or None.
+        checkpoint: name of the newest complete checkpoint, or "".
+        checkpoint_age_s, silent_s: seconds since it was written, and since the last record.
+        end: how the last start ended ("done", "stopped by SIGTERM"), or "" if it runs or died.
+    """
+
+    path: Path
+    starts: int
+    job: str
+    ranks: int
+    nodes: int
+    step: int | None
+    last_step: int | None
+    loss: float | None
+    left_s: float | None
+    checkpoint: str
+    checkpoint_age_s: float
+    silent_s: float
+    end: str
+
+    @property
+    def state(self) -> str:
+        """In a word or two."""
+        return self.end or ("running" if self.silent_s < SILENT_S else "silent")
+
+
+def read_run(path: Path) -> RunState:
+    """The state of the run in a folder.
+
+    Raises:
+        ConfigError: no run folder, or one that cannot be read.
+    """
+    starts = _starts(path)
+    last = starts[-1]
+    now = time.time()
+    trained = _last_record(path / "metrics.jsonl", "train")
+    step = trained["step"] if trained else last.get("first_step")
+    total = last.get("last_step")
+    checkpoints = (path / "checkpoints").glob("step_*")
+    checkpoint = max(checkpoints, key=lambda found: (len(found.name), found.name), default=None)
+    written = [file.stat().st_mtime for file in (path / "metrics.jsonl", path / "env.json") if file.exists()]
+    return RunState(
+        path=path,
+        starts=len(starts),
+        job=last.get("slurm_job_id") or "",
+        ranks=last["ranks"],
+        nodes=last["nodes"],
+        step=step,
+        last_step=total,
+        loss=trained["loss"] if trained else None,
+        left_s=_left_s(path, last, step, total),
+        checkpoint=checkpoint.name if checkpoint else "",
+        checkpoint_age_s=now - checkpoint.stat().st_mtime if checkpoint else 0.0,
+        silent_s=now - max(written),
+        end=last.get("end", ""),
+    )
+
+
+def _starts(path: Path) -> list[dict[str, Any]]:
+    try:
+        starts: list[dict[str, Any]] = json.loads((path / "env.json").read_text())
+        tomllib.loads((path / "config.toml").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is not the folder of a run, or is just being made: {error}") from error
+    return starts
+
+
+def _last_record(path: Path, kind: str) -> dict[str, Any] | None:
+    """The last whole record of a kind; a long file is read from its end."""
+    if not path.exists():
+        return None
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - 2**16))
+        lines = file.read().decode(errors="replace").splitlines()
+    for line in reversed(lines):
+        try:
+            record: dict[str, Any] = json.loads(line)
+        except ValueError:
+            continue  # the first line may be cut, and the last one half written
+        if record.get("kind") == kind:
+            return record
+    return None
+
+
+def _left_s(path: Path, start: dict[str, Any], step: int | None, total: int | None) -> float | None:
+    """Seconds to the last step at the mean pace since this start, evaluations and checkpoints included."""
+    if step is None or total is None or "first_step" not in start or step <= start["first_step"]:
+        return None
+    begun = datetime.strptime(start["time"], "%Y-%m-%dT%H:%M:%S%z").timestamp()
+    passed_s = (path / "metrics.jsonl").stat().st_mtime - begun
+    return passed_s / (step - int(start["first_step"])) * (total - step)

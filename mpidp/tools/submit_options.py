@@ -1,0 +1,112 @@
+"""The words after `mpidp submit` enter, a `BatchJob` and the run's configuration leave. Needs neither torch nor MPI."""
+
+import dataclasses
+import re
+import sys
+from collections.abc import Callable, Sequence
+
+import tyro
+
+from mpidp.config import RunConfig
+from mpidp.errors import ConfigError
+from mpidp.tools.batch_script import BatchJob
+
+# Minutes, minutes:seconds, hours:minutes:seconds, days-hours and so on, as sbatch has them.
+_TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}")
+
+DESCRIPTION = """Write a batch script for Slurm and submit it: mpidp submit RUN.toml [OPTIONS] [--SECTION.KEY=VALUE ...]
+
+Settings of the run, and --resume, are those of mpidp train."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SubmitOptions:
+    """What the job is to have."""
+
+    nodes: int = 1
+    """Nodes of the job."""
+    gpus_per_node: int = 0
+    """GPUs of a node; one rank is started for each."""
+    ranks_per_node: int = 0
+    """Ranks of a node; 0 for one a GPU."""
+    cpus_per_task: int = 0
+    """Cores of a rank; 0 for what the site gives."""
+    time: str = "01:00:00"
+    """Longest time of one start, as sbatch has it."""
+    partition: str = ""
+    """Partition; empty for the site's default."""
+    account: str = ""
+    """Account; empty for your default."""
+    qos: str = ""
+    """Quality of service; empty for your default."""
+    requeue: bool = False
+    """Wait in the queue again when preempted or at the time limit, and go on there."""
+    signal_s: int = 120
+    """Seconds before the time limit at which all ranks save and stop; 0 for no warning."""
+    mpi: str = "pmi2"
+    """How srun starts MPI: pmi2 for MPICH and Intel MPI, pmix for Open MPI, cray_shasta; see srun --mpi=list."""
+    setup: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A line of shell before training, such as "module load openmpi"; may be given several times."""
+    sbatch: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """One more option of sbatch, as in --sbatch=--constraint=a100; may be given several times."""
+    dry_run: bool = False
+    """Print the script instead of submitting it."""
+
+
+def parse(
+    words: Sequence[str], read_run: Callable[[Sequence[str]], RunConfig]
+) -> tuple[SubmitOptions, BatchJob, RunConfig]:
+    """Read the words after `mpidp submit`; what is no option of it is handed to `read_run`, as `mpidp train` has it.
+
+    Raises:
+        ConfigError: a run file or value that cannot be used.
+        SystemExit: 0 after help, 2 after an error that the parser has printed.
+    """
+    if not words or words[0].startswith("-"):
+        file, rest = "RUN.toml", list(words)
+        if not {"-h", "--help"} & set(words):
+            raise ConfigError("mpidp submit takes a run file first: mpidp submit RUN.toml [OPTIONS]")
+    else:
+        file, rest = words[0], list(words[1:])
+    submit, settings = tyro.cli(
+        SubmitOptions,
+        prog=f"mpidp submit {file}",
+        description=DESCRIPTION,
+        args=rest,
+        return_unknown_args=True,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    train_words = (file, *settings)
+    config = read_run(train_words)
+    _check(submit)
+    job = BatchJob(
+        name=config.run.name,
+        words=train_words,
+        ranks_per_node=submit.ranks_per_node or submit.gpus_per_node,
+        python=sys.executable,
+        **{key: value for key, value in vars(submit).items() if key not in ("ranks_per_node", "dry_run")},
+    )
+    return submit, job, config
+
+
+def _check(submit: SubmitOptions) -> None:
+    """Raise one `ConfigError` that lists all faults."""
+    faults = []
+    for key, least in (
+        ("nodes", 1),
+        ("gpus_per_node", 0),
+        ("ranks_per_node", 0),
+        ("cpus_per_task", 0),
+        ("signal_s", 0),
+    ):
+        value = getattr(submit, key)
+        if value < least:
+            faults.append(f"--{key.replace('_', '-')}={value}; expected an integer of at least {least}.")
+    if not submit.ranks_per_node and not submit.gpus_per_node:
+        faults.append("how many ranks has a node? Give --gpus-per-node (a rank for each) or --ranks-per-node.")
+    if not _TIME.fullmatch(submit.time):
+        faults.append(f"--time={submit.time}; expected minutes, hours:minutes:seconds or days-hours, as in 4:00:00.")
+    texts = (submit.partition, submit.account, submit.qos, submit.mpi, *submit.setup, *submit.sbatch)
+    faults += [f"{text!r} has a line break, which would end its line of the script." for text in texts if "\n" in text]
+    if faults:
+        raise ConfigError("\n  ".join(faults))

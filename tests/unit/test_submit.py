@@ -1,0 +1,158 @@
+"""`mpidp submit`: the script it writes, word for word, what it refuses, and that it needs neither torch nor MPI."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpidp import options as train_options
+from mpidp.cli import main
+from mpidp.config import RunConfig
+from mpidp.errors import ConfigError
+from mpidp.tools.batch_script import BatchJob, render
+from mpidp.tools.submit import next_folder
+from mpidp.tools.submit_options import SubmitOptions
+from mpidp.tools.submit_options import parse as parse_with
+
+RECORDED = Path(__file__).parent / "recorded"
+SMALL = BatchJob("digits", ("run.toml",), nodes=1, ranks_per_node=4, time="01:00:00")
+LARGE = BatchJob(
+    "wide net",
+    ("run.toml", "--train.epochs=30", "--model.arguments.name=it's"),
+    nodes=4,
+    ranks_per_node=4,
+    gpus_per_node=4,
+    cpus_per_task=8,
+    time="4:00:00",
+    partition="gpu",
+    account="p1",
+    qos="long",
+    signal_s=300,
+    requeue=True,
+    mpi="pmix",
+    python="/opt/my env/bin/python",
+    setup=("module load openmpi",),
+    sbatch=("--constraint=a100",),
+)
+JOBS = {"small": SMALL, "large": LARGE}
+
+
+def parse(words: list[str]) -> tuple[SubmitOptions, BatchJob, RunConfig]:
+    """As the command line does it."""
+    return parse_with(words, lambda settings: train_options.parse(settings).config)
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text('run = {name = "digits"}\ndata = {train = "a.h5"}\nmodel = {name = "cnn"}\n')
+    return "run.toml"
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_script_is_the_recorded_one(name: str) -> None:
+    """Written anew by: python tests/unit/test_submit.py."""
+    assert render(JOBS[name]) == (RECORDED / f"submit_{name}.sbatch").read_text()
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_script_is_bash(name: str) -> None:
+    """Behaviour 49."""
+    subprocess.run(["bash", "-n"], input=render(JOBS[name]), text=True, check=True)
+
+
+def test_options_reach_the_job(run_file: str) -> None:
+    words = "--nodes 4 --gpus-per-node=2 --time 4:00:00 --partition gpu --requeue --setup A --setup=B --sbatch=--x=1"
+    options, job, config = parse([run_file, *words.split(), "--train.epochs=3", "--resume", "auto"])
+    assert not options.dry_run
+    assert job == dataclasses.replace(
+        SMALL,
+        words=(run_file, "--train.epochs=3", "--resume", "auto"),
+        nodes=4,
+        ranks_per_node=2,
+        gpus_per_node=2,
+        time="4:00:00",
+        partition="gpu",
+        requeue=True,
+        python=sys.executable,
+        setup=("A", "B"),
+        sbatch=("--x=1",),
+    )
+    assert config.train.epochs == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", "how many ranks has a node"),
+        ("--ranks-per-node=2 --nodes=0", "--nodes=0; expected"),
+        ("--ranks-per-node=2 --time=soon", "--time=soon; expected"),
+        ("--ranks-per-node=2 --train.epochs=0", "train.epochs = 0"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_it_is_queued(run_file: str, words: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        parse([run_file, *words.split()])
+
+
+def test_a_line_break_does_not_end_a_line_of_the_script(run_file: str) -> None:
+    with pytest.raises(ConfigError, match="line break"):
+        parse([run_file, "--ranks-per-node=2", "--setup=a\nb"])
+
+
+def test_without_a_run_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", "--nodes=2"]) == 2
+    assert "run file first" in capsys.readouterr().err
+    assert main(["submit", "absent.toml"]) == 2
+    assert "absent.toml: no such file" in capsys.readouterr().err
+
+
+def test_dry_run_prints_the_script(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", run_file, "--ranks-per-node=4", "--dry-run"]) == 0
+    assert capsys.readouterr().out == render(dataclasses.replace(SMALL, python=sys.executable))
+
+
+def test_without_sbatch(run_file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert main(["submit", run_file, "--ranks-per-node=4"]) == 1
+    assert "there is no sbatch here" in capsys.readouterr().err
+
+
+FORBID = """
+import sys
+
+class Forbid:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "mpi4py", "h5py", "numpy"):
+            raise ModuleNotFoundError(f"this login node has no {name}")
+
+sys.meta_path.insert(0, Forbid())
+from mpidp.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    "words", [["submit", "run.toml", "--ranks-per-node=4", "--dry-run"], ["submit", "--help"], ["status", "--help"]]
+)
+def test_a_login_node_needs_neither_torch_nor_mpi(run_file: str, words: list[str]) -> None:
+    """Behaviour 40."""
+    done = subprocess.run([sys.executable, "-c", FORBID, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_the_next_run_folder(run_file: str, tmp_path: Path) -> None:
+    config = parse([run_file, "--ranks-per-node=1"])[2]
+    assert next_folder(config) == Path("runs/digits")
+    (tmp_path / "runs/digits").mkdir(parents=True)
+    (tmp_path / "runs/digits-2").mkdir()
+    assert next_folder(config) == Path("runs/digits-3")
+
+
+if __name__ == "__main__":
+    RECORDED.mkdir(exist_ok=True)
+    for name, job in JOBS.items():
+        (RECORDED / f"submit_{name}.sbatch").write_text(render(job))
