@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from tiny import make_workplace
 
-from jobs import Result, run_job
+from jobs import ROOT, Result, run_job
 
 PRINT = "import mpidp; world = mpidp.init(); print(f'rank {world.rank} of {world.size}\\n', end='', flush=True)\n"
 PINNED = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
@@ -105,6 +106,15 @@ def test_more_threads_than_cores_are_said_once_when_a_job_starts(ranks: int) -> 
     assert result.code == 0, result.output
     assert result.stderr.count("UserWarning: rank 0") == 1
     assert "with 2 threads, but may run on 1 core only" in result.stderr and "OMP_NUM_THREADS=1" in result.stderr
+
+
+def test_threads_of_the_run_file_count_too(tmp_path: Path) -> None:
+    """Behaviour 38: `train.threads`, which wins over the variable."""
+    make_workplace(tmp_path)
+    train = "import sys; from mpidp.cli import main; sys.exit(main(['train', 'run.toml', '--train.threads=3']))"
+    result = run_job(["-c", PINNED + train], 0, 60.0, cwd=tmp_path, environment={"PYTHONPATH": str(ROOT)})
+    assert result.code == 0, result.output
+    assert result.stderr.count("with 3 threads, but may run on 1 core only") == 1
 
 
 def test_ranks_on_one_core_are_said_once_when_a_job_starts() -> None:
