@@ -8,6 +8,8 @@ import gc
 import json
 import os
 import resource
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -118,11 +120,11 @@ def _sides(
         mixed = chunks_in_a_batch(loader.order) if shuffle == "lanes" else None
         sides.append(Side(f"mpidp {shuffle}", rows, dataset.row_bytes, run, mixed))
     if options.against == "dataloader":
-        sides += _baselines(options, dataset, path, rows)
+        sides += _baselines(options, dataset, path, rows, stack)
     return sides
 
 
-def _baselines(options: LoaderOptions, dataset: DataSet, path: str, rows: int) -> list[Side]:
+def _baselines(options: LoaderOptions, dataset: DataSet, path: str, rows: int, stack: ExitStack) -> list[Side]:
     names = [field.dataset for field in dataset.fields]
     chunk_rows = dataset.files[0].range_rows
     sides = []
@@ -133,7 +135,10 @@ def _baselines(options: LoaderOptions, dataset: DataSet, path: str, rows: int) -
             loader = data_loader(path, names, dataset.num_rows, options.global_batch, few, workers, whole_batches)
             name = f"DataLoader, {'batches' if whole_batches else 'rows'}, {workers} workers"
             sides.append(Side(name, few, dataset.row_bytes, partial(_drain, loader)))
-    run = partial(_run_whole_chunks, path, names, chunk_rows, rows)
+    # HDF5 shares its chunk cache between all openings of a file in a process, so this side gets a file of its own.
+    copy = os.path.join(stack.enter_context(tempfile.TemporaryDirectory()), os.path.basename(path))
+    shutil.copyfile(path, copy)
+    run = partial(_run_whole_chunks, copy, names, chunk_rows, rows)
     return [*sides, Side("h5py, whole chunks in file order", rows, dataset.row_bytes, run)]
 
 
