@@ -19,6 +19,22 @@ def closed(comm: MPI.Comm) -> None:
     _open.pop(id(comm), None)
 
 
+def know_of_loss() -> bool:
+    """Whether MPI knows that a rank of one of them has died, or another rank has revoked one. Not collective."""
+    for comm in [*_open.values()]:
+        if comm != MPI.COMM_NULL and (comm.Is_revoked() or _num_failed(comm)):
+            return True
+    return False
+
+
+def _num_failed(comm: MPI.Comm) -> int:
+    failed = comm.Get_failed()
+    number = failed.size
+    if failed != MPI.GROUP_EMPTY:
+        failed.Free()
+    return number
+
+
 def revoke_all() -> None:
     """Makes every call on them fail, on all ranks, those that already wait included. Not collective.
 

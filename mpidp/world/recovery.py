@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from mpidp.world import communicators
 from mpidp.world.cores import cores_per_rank
 from mpidp.world.mpi import MPI
-from mpidp.world.tolerance import is_loss
+from mpidp.world.tolerance import is_loss, is_survived
 from mpidp.world.topology import make_topology
 from mpidp.world.watch import watch_again
 from mpidp.world.watched_comm import WatchedComm
@@ -62,6 +62,7 @@ class Recovery:
     def __init__(self, world: World):
         self.people: list[Person] = world.comm.allgather(Person(world.rank, world.host))
         self._world = world
+        communicators.opened(world.comm)
 
     def shrink(self) -> list[Person]:
         """Leaves the dead behind; returns them. Collective over those that live, from anywhere.
@@ -78,7 +79,7 @@ class Recovery:
             try:
                 self._rebuild(comm)
             except MPI.Exception as error:
-                if not is_loss(error):
+                if not is_survived(error):
                     raise
                 log.info("one more rank was lost while the communicators were made anew")
                 continue

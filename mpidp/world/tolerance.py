@@ -5,9 +5,9 @@ rank into an error of the calls that need it. Open MPI 5 has it when `mpiexec --
 """
 
 import atexit
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from mpidp.world import mpi
+from mpidp.world import communicators, mpi
 from mpidp.world.mpi import MPI
 
 # Set by Open MPI's launcher; the library reads it as well.
@@ -50,21 +50,28 @@ def is_on() -> bool:
     return _is_on
 
 
-def is_loss(error: BaseException | None) -> bool:
+def is_loss(error: BaseException) -> bool:
     """Whether an exception, or one it came from, says that a rank died or that others have noticed so already."""
+    classes = MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED
+    return any(isinstance(one, MPI.Exception) and one.Get_error_class() in classes for one in _chain(error))
+
+
+def is_survived(error: BaseException) -> bool:
+    """Whether the exception tells of a death that this process goes on after.
+
+    Some of Open MPI's collectives (Alltoall) give an error of another class then, so an error of MPI is taken for a
+    loss as well where MPI knows of one.
+    """
+    return _is_on and (is_loss(error) or (any(map(_is_of_mpi, _chain(error))) and communicators.know_of_loss()))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
-        if isinstance(error, MPI.Exception) and error.Get_error_class() in _classes():
-            return True
+        yield error
         seen.add(id(error))
         error = error.__cause__ or error.__context__
-    return False
 
 
-def is_survived(error: BaseException | None) -> bool:
-    """Whether the exception tells of a death that this process goes on after."""
-    return _is_on and is_loss(error)
-
-
-def _classes() -> tuple[int, ...]:
-    return MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED
+def _is_of_mpi(error: BaseException) -> bool:
+    return isinstance(error, MPI.Exception)

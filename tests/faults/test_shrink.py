@@ -1,0 +1,185 @@
+"""Ranks that die while the others go on (behaviour 31). Needs Open MPI 5, whose launcher takes --with-ft ulfm."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from shrink_job import EPOCHS, STEPS_AN_EPOCH, Trained, has_ulfm, make_place, train, trained_once
+
+from jobs import mpiexec, run_job
+
+pytestmark = pytest.mark.timeout(200)  # jobs of four ranks, on machines of two cores
+needs_ulfm = pytest.mark.skipif(
+    not has_ulfm(), reason="the launcher is not Open MPI's: no user-level failure mitigation"
+)
+ALL_STEPS = set(range(1, EPOCHS * STEPS_AN_EPOCH + 1))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_place(tmp_path_factory.mktemp("shrink"))
+
+
+@pytest.fixture(scope="module")
+def untroubled(place: Path) -> Trained:
+    """Two ranks, of which none dies."""
+    trained = train(place, 2)
+    assert trained.result.code == 0, trained.result.output
+    assert trained_once(trained)
+    return trained
+
+
+def check(trained: Trained, untroubled: Trained, lost: list[list[int]]) -> None:
+    """The run ended well, and did what one without losses does, but for the order in which numbers are added."""
+    assert trained.result.code == 0, trained.result.output
+    assert trained.lost == lost
+    assert trained_once(trained)
+    # A rank that dies between a step and its record takes what it knew of that step's loss with it.
+    assert len(ALL_STEPS - set(trained.losses)) <= len(lost)
+    for step, loss in trained.losses.items():
+        assert loss == pytest.approx(untroubled.losses[step], rel=1e-4)
+    assert [one["step"] for one in trained.validations] == [STEPS_AN_EPOCH * (epoch + 1) for epoch in range(EPOCHS)]
+    for one, other in zip(trained.validations, untroubled.validations, strict=True):
+        assert one["samples"] == other["samples"]
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+
+
+@needs_ulfm
+@pytest.mark.parametrize(
+    ("ranks", "kills", "lost"),
+    [
+        (2, "0:backward:3", [[0]]),
+        (3, "2:forward:0 0:agree:17", [[2], [0]]),
+        (4, "3:forward:2 0:reduce:5 1:optimizer:9", [[3], [0], [1]]),
+        (4, "0:evaluate:6 1:checkpoint:12 3:agree:14", [[0], [1], [3]]),
+        (4, "1:backward:3 2:backward:3 3:shrink:3", [[1, 2, 3]]),
+        (4, "0:reduce:4 1:rebuild:4 2:after:7", [[0, 1], [2]]),
+    ],
+)
+def test_the_others_go_on(ranks: int, kills: str, lost: list[list[int]], place: Path, untroubled: Trained) -> None:
+    """Behaviour 31: in every phase of a step, an evaluation, a checkpoint, a recovery; two at once; all but one."""
+    trained = train(place, ranks, kills)
+    if "shrink" in kills or "rebuild" in kills:  # in one recovery or in two: whichever is noticed first
+        lost = (
+            [sorted(rank for of_loss in trained.lost for rank in of_loss)] if len(trained.lost) == 1 else trained.lost
+        )
+        assert sorted(rank for of_loss in trained.lost for rank in of_loss) == sorted(
+            int(kill.split(":")[0]) for kill in kills.split()
+        )
+    check(trained, untroubled, lost)
+    for of_loss in trained.of_losses:
+        assert of_loss["lost_s"] >= 0
+        assert all(one["host"] for one in of_loss["lost"])
+    assert "mpidp: lost rank" in trained.result.stdout
+
+
+@needs_ulfm
+def test_what_follows_is_what_a_resume_on_fewer_ranks_does(place: Path) -> None:
+    """Behaviour 31: bit for bit, from the step of the loss on."""
+    words = ("--checkpoint.every-steps", "1", "--checkpoint.keep", "100", "--run.name", "bits")
+    lost = train(place, 3, "1:forward:7", words)
+    assert lost.result.code == 0, lost.result.output
+    checkpoints = place / "runs" / "bits" / "checkpoints"
+    for path in checkpoints.glob("step_*"):
+        if int(path.name.split("_")[1]) > 7:
+            path.rename(place / f"aside_{path.name}")
+    resumed = train(place, 2, "", (*words, "--resume", "runs/bits"))
+    assert resumed.result.code == 0, resumed.result.output
+    assert {step: loss for step, loss in lost.losses.items() if step > 7} == {
+        step: loss for step, loss in resumed.losses.items() if step > 7
+    }
+    assert lost.validations == resumed.validations
+
+
+@needs_ulfm
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--data.mode", "store"),
+        ("--data.mode", "node"),
+        ("--data.mode", "stage"),
+        ("--reduce.overlap", "on", "--reduce.reducer", "auto"),
+        ("--reduce.wire", "bf16", "--reduce.error-feedback", "True", "--reduce.reducer", "node"),
+    ],
+    ids=lambda words: "-".join(words[1::2]),
+)
+def test_whatever_is_held_for_a_number_of_ranks_is_made_anew(words: tuple[str, ...], place: Path) -> None:
+    """Behaviour 31: the data in memory, the helper thread and its communicators, the rounding errors."""
+    trained = train(place, 3, "0:backward:8", words)
+    assert trained.result.code == 0, trained.result.output
+    assert trained.lost == [[0]]
+    assert trained_once(trained)
+    assert all(math.isfinite(loss) for loss in trained.losses.values())
+    if "bf16" in words:
+        assert "error feedback starts from nothing" in trained.result.stdout
+
+
+@needs_ulfm
+def test_too_few_are_left(place: Path) -> None:
+    """Behaviour 31: the job ends, with the reason, as it would without fault tolerance."""
+    trained = train(place, 2, "1:reduce:4", ("--train.min-ranks", "2"))
+    assert trained.result.code == 1
+    assert "1 ranks are left, and 2 were asked for" in trained.result.output
+
+
+def test_without_support_the_option_says_so(place: Path) -> None:
+    """Behaviour 31: and the death of a rank ends the job, with whatever MPI there is."""
+    trained = train(place, 2, "1:reduce:7", ulfm=False)
+    assert trained.result.code != 0
+    assert "training cannot go on without a rank that dies" in trained.result.stdout
+    assert "--with-ft ulfm" in trained.result.stdout
+    assert not trained.lost
+
+
+@needs_ulfm
+def test_an_exception_still_ends_the_job(place: Path) -> None:
+    """Behaviour 30: a rank with an error of its own is no loss to be survived; the others would meet it too."""
+    trained = train(place, 2, "", ("--data.transform", "own:fails"))
+    assert trained.result.code == 1
+    assert "ZeroDivisionError" in trained.result.output
+    assert "mpidp: lost" not in trained.result.output
+
+
+OWN_LOOP = """
+import os, signal, sys
+import torch
+import torch.nn.functional as F
+import mpidp
+world = mpidp.init()
+survivors = mpidp.Survivors(world)
+loader = mpidp.HDF5Loader("data.h5", fields=("x", "y"), global_batch=50, seed=0, world=world)
+model = mpidp.DataParallel(torch.nn.Linear(9, 5), world)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+first, steps, samples = world.rank, 0, 0
+
+def train():
+    global steps, samples
+    while loader.epoch < 3:
+        for batch in loader:
+            loss = batch.weigh(F.cross_entropy(model(batch.x), batch.y))
+            loss.backward()
+            if first == 0 and steps == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            survivors.agree(loader)
+            optimizer.step()
+            optimizer.zero_grad()
+            steps, samples = steps + 1, samples + batch.global_size
+
+survivors.run(train, model, loader)
+print("rank", first, "is rank", world.rank, "of", world.size, "after", steps, "steps,", samples, "samples", flush=True)
+"""
+
+
+@needs_ulfm
+def test_a_loop_of_ones_own_goes_on(place: Path) -> None:
+    """Behaviour 31: the lines that docs/fault_tolerance.md shows."""
+    ulfm = shlex.join([*mpiexec(3)[:-2], "--with-ft", "ulfm"])
+    with mock.patch.dict("os.environ", {"MPIEXEC": ulfm}):
+        result = run_job(["-c", OWN_LOOP], 3, 120, cwd=place)
+    assert result.code == 0, result.output
+    assert "rank 1 is rank 0 of 2 after 12 steps, 600 samples" in result.stdout
+    assert "rank 2 is rank 1 of 2 after 12 steps, 600 samples" in result.stdout
