@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mpidp.hdf5.field import FieldSpec
     from mpidp.hdf5.loader import HDF5Loader
     from mpidp.train.parallel import DataParallel
+    from mpidp.train.replicas import ReplicaCheck
     from mpidp.train.stop import StopSignal
     from mpidp.train.survivors import Survivors
     from mpidp.world.world import World, init
@@ -23,6 +24,7 @@ __all__ = [
     "DataParallel",
     "FieldSpec",
     "HDF5Loader",
+    "ReplicaCheck",
     "StopSignal",
     "Survivors",
     "World",
@@ -36,6 +38,7 @@ _HOMES = {
     "DataParallel": "mpidp.train.parallel",
     "FieldSpec": "mpidp.hdf5.field",
     "HDF5Loader": "mpidp.hdf5.loader",
+    "ReplicaCheck": "mpidp.train.replicas",
     "StopSignal": "mpidp.train.stop",
     "Survivors": "mpidp.train.survivors",
     "World": "mpidp.world.world",

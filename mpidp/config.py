@@ -199,6 +199,20 @@ class LogSection:
 
 
 @dataclasses.dataclass(frozen=True)
+class WatchSection:
+    """What is done about ranks that keep the others waiting, and about copies of the model that differ."""
+
+    stall_warning_s: float = 60.0
+    """Seconds that ranks wait for others before it is said for whom, and where each is; 0 for never."""
+    stall_abort_s: float = 600.0
+    """Seconds before the job is ended; 0 for never."""
+    compare_steps: int = 100
+    """Steps in which all parameters and optimizer state are compared over ranks once; 0 for never."""
+    on_mismatch: Literal["stop", "heal"] = "stop"
+    """When a rank's copy differs: stop all ranks, naming it, or give it what most ranks hold, and say so."""
+
+
+@dataclasses.dataclass(frozen=True)
 class RunConfig:
     """Everything a training run is told, one section a field."""
 
@@ -212,6 +226,7 @@ class RunConfig:
     reduce: ReduceSection = ReduceSection()
     checkpoint: CheckpointSection = CheckpointSection()
     log: LogSection = LogSection()
+    watch: WatchSection = WatchSection()
 
 
 def load(path: str | Path) -> RunConfig:
@@ -274,6 +289,7 @@ def _names_are_distinct(names: tuple[str, ...]) -> bool:
 
 _NAME = re.compile(r"[^\W\d]\w*(\.\w+)*(:[^\W\d]\w*(\.\w+)*)?")
 _POSITIVE: Check = (lambda value: value > 0 and math.isfinite(value)), "a positive number"
+_NOT_NEGATIVE: Check = (lambda value: value >= 0 and math.isfinite(value)), "a number of at least 0"
 _REQUIRED: Check = (lambda name: bool(_NAME.fullmatch(name))), "a built-in name or module:function"
 _OPTIONAL: Check = (lambda name: not name or bool(_NAME.fullmatch(name))), f"{_REQUIRED[1]}, or empty"
 
@@ -310,4 +326,7 @@ _CHECKS: dict[str, Check] = {
     "checkpoint.keep": _at_least(1),
     "log.every_steps": _at_least(0),
     "log.progress_s": _POSITIVE,
+    "watch.stall_warning_s": _NOT_NEGATIVE,
+    "watch.stall_abort_s": _NOT_NEGATIVE,
+    "watch.compare_steps": _at_least(0),
 }

@@ -12,6 +12,7 @@ from mpidp.reduce.reducer import Reducer
 from mpidp.reduce.transport import as_real
 from mpidp.reduce.wire import SIXTEEN_BITS
 from mpidp.world.shared_error import share_error
+from mpidp.world.status import status
 from mpidp.world.world import World
 
 
@@ -79,8 +80,19 @@ class Reduction:
         while self._sent < len(self._missing) and not self._missing[self._sent]:
             self._send()
 
-    def finish(self) -> None:
-        """All gradients are there: returns when they are the mean over ranks. Collective."""
+    def finish(self, failure: Exception | None = None) -> None:
+        """All gradients are there: returns when they are the mean over ranks. Collective.
+
+        Args:
+            failure: why this rank brings no gradients, or not all.
+
+        Raises:
+            Exception: on all ranks, the failure of the lowest rank that has one.
+        """
+        with status.during("reduce"):
+            self._finish(failure)
+
+    def _finish(self, failure: Exception | None) -> None:
         start = time.perf_counter()
         if self._overlap is None:
             with torch.no_grad():
@@ -91,11 +103,10 @@ class Reduction:
                 self._send()
             self._overlap.wait()
             self._begin()
-        if self._overlap is not None or self._check_finite:
-            # Neither a helper thread nor another rank can raise here by itself.
-            error, self._error = self._error, None
-            note = f"on rank {self._world.rank} of {self._world.size} ({self._world.host}), reducing gradients"
-            share_error(self._world.topology.comm, error, note)
+        # Neither a helper thread nor a rank that has no gradients can raise here by itself.
+        error, self._error = failure or self._error, None
+        note = f"on rank {self._world.rank} of {self._world.size} ({self._world.host}), after step {status.step:,}"
+        share_error(self._world.topology.comm, error, note)
         self.seconds += time.perf_counter() - start
 
     def give_up(self) -> None:

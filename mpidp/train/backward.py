@@ -13,6 +13,8 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from mpidp.world.status import status
+
 
 class Listener(Protocol):
     """Who wants to know."""
@@ -80,6 +82,7 @@ class BackwardWatch:
         task = torch._C._current_graph_task_id()
         running = self._running()
         if running is None or running.task != task:
+            status.enter("backward")
             end = _Pass(self, task, output)
             self._pass = weakref.ref(end)
             _call_at_end_of_backward(end)

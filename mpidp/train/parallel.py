@@ -1,14 +1,14 @@
 """A model in, the same model out whose gradients are the mean over all ranks whenever `backward()` returns."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mpidp.errors import LaunchError
 from mpidp.reduce.buckets import Buckets
@@ -21,8 +21,12 @@ from mpidp.train.backward import BackwardWatch
 from mpidp.train.broadcast import broadcast_module
 from mpidp.train.signature import check_same, check_supported, module_signature
 from mpidp.world import tolerance
+from mpidp.world.abort import SHARED_MARK
+from mpidp.world.status import BETWEEN, status
 from mpidp.world.topology import Topology, make_topology
 from mpidp.world.world import World
+
+T = TypeVar("T")
 
 # Several buckets for a model of any size, so that the first leaves early, and each large enough for full bandwidth.
 BUCKET_BYTES = 8 << 20
@@ -100,9 +104,12 @@ class DataParallel(nn.Module):
         self._pending: bool = False  # gradients were accumulated that are not the mean yet
         self._start()
         self._step_hook = register_optimizer_step_pre_hook(_StepHook(self))
+        self._stepped_hook = register_optimizer_step_post_hook(_SteppedHook(self))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
+        if torch.is_grad_enabled():
+            status.enter("forward")
         if self.training and torch.is_grad_enabled() and any(p.requires_grad for p in self._frozen):
             self._restart()
         output = self.module(*args, **kwargs)
@@ -131,9 +138,43 @@ class DataParallel(nn.Module):
             self._pending = False
             self._reduction.finish()
 
+    def fail(self, error: Exception) -> NoReturn:
+        """Takes part in this step without gradients, so that nobody waits, and raises the error. Collective.
+
+        The other ranks, which call `backward()` for this step, raise the same there. Nothing has changed the model
+        then: whoever catches it on all ranks may go on, or save.
+        """
+        self._pending = False
+        self._reduction.finish(error)
+        raise AssertionError("an error was shared and not raised") from error
+
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """The batches of a loader; when one rank cannot have its own, all ranks raise why, in that step.
+
+        Without it, such a rank ends the job: the others are on their way into the reduction. Every rank must take the
+        same number of batches, and call `backward()` once for each.
+
+        Raises:
+            Exception: on all ranks, what the loader of the lowest failing rank raised.
+        """
+        iterator = iter(loader)
+        while True:
+            with status.during("data"):
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    return
+                except Exception as error:
+                    # All ranks know already, or the others wait for this one in the loader itself.
+                    if getattr(error, SHARED_MARK, False) or getattr(loader, "mode", "") == "store":
+                        raise
+                    self.fail(error)
+            yield batch
+
     def unwrap(self) -> nn.Module:
         """Takes hooks and buffers away and returns the module, clean, with its gradients its own. Collective."""
         self._step_hook.remove()
+        self._stepped_hook.remove()
         self._stop()
         if self._own_topology and not tolerance.is_on():  # it may have ranks that died
             self._own_topology.free()
@@ -278,3 +319,17 @@ class _StepHook:
         ours = {id(parameter) for parameter in parallel.buckets.parameters}
         if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
             parallel.synchronize()
+
+
+class _SteppedHook:
+    """Counts the steps of optimizers that hold the wrapper's first parameter, for what is said of this rank."""
+
+    def __init__(self, parallel: DataParallel):
+        self._parallel = weakref.ref(parallel)
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        parallel = self._parallel()
+        first = next(iter(parallel.module.parameters())) if parallel is not None else None
+        if any(first is parameter for parameter in optimizer.param_groups[0]["params"][:1]):
+            status.step += 1
+            status.enter(BETWEEN)

@@ -4,6 +4,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from mpidp.world.status import status
+
 PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 
 
@@ -15,10 +17,11 @@ class Stopwatch:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Times a block."""
+        """Times a block, and says that it is what this rank does."""
         start = time.perf_counter()
         try:
-            yield
+            with status.during(phase):
+                yield
         finally:
             self.seconds[phase] += time.perf_counter() - start
 

@@ -34,6 +34,7 @@ class Survivor:
         trainer.model.rebuild()
         for loader in trainer.loaders():
             loader.rebuild()
+        trainer.replicas.rebuild()
         trainer.stop.rebuild()
         trainer.stopped = ""
         trainer.given_up = max(trainer.given_up, trainer.saver.rebuild())

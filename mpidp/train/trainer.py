@@ -22,6 +22,7 @@ from mpidp.train.on_end import build_on_end
 from mpidp.train.progress import Progress
 from mpidp.train.recorder import Recorder
 from mpidp.train.remembered_reducer import remember, wrap
+from mpidp.train.replicas import ReplicaCheck
 from mpidp.train.requeue import choose_resume, for_array_task
 from mpidp.train.resume import make_saver, restore, save
 from mpidp.train.run_folder import RunFolder
@@ -47,7 +48,7 @@ def train(config: RunConfig, resume: Path | None = None) -> str:
     Returns:
         Why the run stopped early, its state saved ("SIGTERM", "SIGUSR2", "the file STOP"); "" when it is done.
     """
-    world = init()
+    world = init(stall_warning_s=config.watch.stall_warning_s, stall_abort_s=config.watch.stall_abort_s)
     config = for_array_task(config, os.environ)
     check_same(world, [f"resume {resume}"], "the configurations")  # before all take what rank 0 makes of it
     resume, why = world.from_root(lambda: choose_resume(config, resume, os.environ))
@@ -67,7 +68,8 @@ class Trainer:
         torch.set_num_threads(choose_threads(config.train.threads, os.environ, _cores_per_rank(world)))
         if config.train.threads:  # of others init has warned
             warn_of_cores(world.comm, world.host, config.train.threads, stacklevel=2)
-        self.loader, self.validation = build_loaders(config, world)
+        with world.status.during("open the data", is_long=True):  # copying it to a node may take its time
+            self.loader, self.validation = build_loaders(config, world)
         with world.together("building the model"):
             module = build_model(config).to(world.device)
             self.loss = build_loss(config.loss)
@@ -83,11 +85,16 @@ class Trainer:
         self.folder = RunFolder.reopen(resume, world) if resume else RunFolder.create(config, world)
         self.saver = make_saver(self, newest)
         remember(self.model, self.folder.path)
+        world.status.step = self.step
         self.first_step, self.saved_step = self.step, self.step if resume else -1
         progress = Progress(world.rank == 0, self.step, self.step + self._steps_left(), config.log.progress_s)
         metrics = MetricsFile(self.folder.metrics, metrics_bytes) if world.rank == 0 else None
         self.recorder = Recorder(world, progress, metrics, self.step)
         self.folder.note(world, first_step=self.step, last_step=self.step + self._steps_left())
+        watch = config.watch
+        self.replicas = ReplicaCheck(
+            self.model, self.optimizer, every_steps=watch.compare_steps, on_mismatch=watch.on_mismatch
+        )
         self.stop = StopSignal(world, self.folder.path / "STOP")
         self.stopped = ""
         self.begun = False
@@ -132,7 +139,8 @@ class Trainer:
         self._combine_statistics()
         module = self.model.unwrap()
         if self.world.rank == 0 and self.on_end:
-            self.on_end(module, self.config)  # on one rank: a plain module, whose backward reduces nothing
+            with self.world.status.during("train.on_end", is_long=True):
+                self.on_end(module, self.config)  # on one rank: a plain module, whose backward reduces nothing
         self.world.barrier()
         self._check_saved()
 
@@ -166,6 +174,7 @@ class Trainer:
             self.num_epochs = epoch + 1
         self.saver.finish()
         self.saver.close()
+        self.replicas.close()
 
     def _check_saved(self) -> None:
         """Raises why the last checkpoint could not be written: a run that lost its end is no success."""
@@ -180,7 +189,7 @@ class Trainer:
         """Every sample that is left of the epoch, once."""
         self.model.train()
         self.recorder.restart(self.step)
-        batches = iter(self.loader)
+        batches = self.model.batches(self.loader)
         while True:
             with self.recorder.stopwatch("data"):
                 batch = next(batches, None)
@@ -230,7 +239,9 @@ class Trainer:
             if self.scheduler:
                 self.scheduler.step()
         self.step += 1
+        self.world.status.step = self.step
         self.samples_since_combined += batch.size
+        self.replicas.check()
 
     def _evaluate(self, epoch: int) -> None:
         """Mean loss and accuracy of the held-out samples, each counted once. Collective.
@@ -242,7 +253,7 @@ class Trainer:
         self._combine_statistics()
         self.model.eval()
         tally = Tally(self.world.device)
-        with torch.no_grad():
+        with torch.no_grad(), self.world.status.during("evaluate"):
             for batch in self.validation:
                 if batch.size:
                     inputs, target = self._inputs(batch)
@@ -275,7 +286,8 @@ class Trainer:
         # The records of an interval must not depend on whether the run was resumed inside it.
         self.recorder.record_training(self.step, epoch, self.optimizer)
         self._combine_statistics()
-        save(self)
+        with self.world.status.during("checkpoint"):
+            save(self)
         self.saved_step = self.step
         self.recorder.restart(self.step)
 

@@ -55,13 +55,14 @@ class Status:
 
     @contextmanager
     def during(self, phase: str, is_long: bool = False) -> Iterator[None]:
-        """A phase for the length of a block; the one before goes on after it."""
+        """A phase for the length of a block; the one before goes on after it.
+
+        An exception leaves the phase as it is: whoever prints it wants to say where it came from.
+        """
         before = self.phase, self.is_long
         self.enter(phase, is_long)
-        try:
-            yield
-        finally:
-            self.enter(*before)
+        yield
+        self.enter(*before)
 
     def waiting(self, name: str, ranks: int = 0) -> "Waiting":
         """A context manager: this thread waits for other ranks."""

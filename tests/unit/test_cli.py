@@ -41,6 +41,7 @@ TRAIN_OPTIONS = """
 --reduce.overlap
 --checkpoint.background --checkpoint.every_epochs --checkpoint.every_steps --checkpoint.keep --checkpoint.on_failure
 --log.every_steps --log.progress_s
+--watch.stall_warning_s --watch.stall_abort_s --watch.compare_steps --watch.on_mismatch
 """
 
 Trained = list[tuple[RunConfig, Path | None]]
@@ -121,6 +122,7 @@ def test_public_names() -> None:
         "DataParallel",
         "FieldSpec",
         "HDF5Loader",
+        "ReplicaCheck",
         "StopSignal",
         "World",
         "__version__",

@@ -133,6 +133,9 @@ def test_defaults_are_valid_once_data_and_model_are_named() -> None:
         ("checkpoint", "keep", 0),
         ("log", "every_steps", -1),
         ("log", "progress_s", 0.0),
+        ("watch", "stall_warning_s", -1.0),
+        ("watch", "stall_abort_s", float("inf")),
+        ("watch", "compare_steps", -1),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(section: str, key: str, value: object) -> None:
@@ -167,7 +170,7 @@ def test_every_field_but_tables_and_choices_has_a_check() -> None:
         "reduce.overlap",
     }
     unchecked |= {"reduce.error_feedback", "reduce.check_finite", "checkpoint.background", "checkpoint.on_failure"}
-    unchecked |= {"train.fault_tolerance"}
+    unchecked |= {"train.fault_tolerance", "watch.on_mismatch"}
     assert set(config._CHECKS) == keys - unchecked
 
 
