@@ -7,8 +7,10 @@ once more with the others; whoever meets it after has taken the step, as all hav
 
 import logging
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 from mpidp.errors import LaunchError
@@ -17,6 +19,7 @@ from mpidp.world import tolerance
 from mpidp.world.abort import SHARED_MARK
 from mpidp.world.mpi import ENDS_MPI, MPI
 from mpidp.world.recovery import Loss, Person, Recovery
+from mpidp.world.watchdog import ABORT_S
 from mpidp.world.world import World
 
 T = TypeVar("T")
@@ -86,7 +89,8 @@ class Survivors:
             mpi4py.MPI.Exception: a rank has died; to be left to `run`.
         """
         if self.is_on:
-            self.world.comm.Agree(1)
+            with self.world.status.waiting("Agree", self.world.size):
+                self.world.comm.Agree(1)
         for loader in loaders:
             loader.keep()
 
@@ -107,7 +111,24 @@ class Survivors:
                 if not tolerance.is_survived(error):
                     raise
                 log.info("a rank was lost: %s", error)
-            self._recover(parts)
+            with self._end_unless_over():
+                self._recover(parts)
+
+    @contextmanager
+    def _end_unless_over(self) -> Iterator[None]:
+        """Ends the job when the block takes too long: there is no watchdog meanwhile, and a rank may hang."""
+        world = self.world
+        limit_s = ABORT_S if world.watchdog is None else world.watchdog.abort_s
+        if not limit_s:
+            yield
+            return
+        timer = threading.Timer(limit_s, _end_job, (world, limit_s))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _recover(self, parts: tuple[Part, ...]) -> None:
         start, lost = time.perf_counter(), list[Person]()
@@ -131,3 +152,13 @@ class Survivors:
             raise few
         log.info("%s; this is rank %d now", self.loss, self.world.rank)
         self.world.say(str(self.loss))
+
+
+def _end_job(world: World, limit_s: float) -> None:
+    try:
+        world.guard.tell(
+            f"{world.guard.tag} a rank was lost, and after {limit_s:g} s (stall_abort_s) the others have not all come "
+            f"to go on without it: the job ends."
+        )
+    finally:
+        world.guard.abort(1)

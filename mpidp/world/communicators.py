@@ -21,10 +21,8 @@ def closed(comm: MPI.Comm) -> None:
 
 def know_of_loss() -> bool:
     """Whether MPI knows that a rank of one of them has died, or another rank has revoked one. Not collective."""
-    for comm in [*_open.values()]:
-        if comm != MPI.COMM_NULL and (comm.Is_revoked() or _num_failed(comm)):
-            return True
-    return False
+    there = [comm for comm in [*_open.values()] if comm != MPI.COMM_NULL]
+    return any(comm.Is_revoked() or _num_failed(comm) for comm in there)
 
 
 def _num_failed(comm: MPI.Comm) -> int:

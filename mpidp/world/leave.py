@@ -4,7 +4,9 @@ import signal
 import sys
 from typing import NoReturn
 
+from mpidp.world.mpi import MPI
 from mpidp.world.signals import STOP_SIGNALS
+from mpidp.world.tolerance import is_survived
 from mpidp.world.world import World
 
 # sysexits.h calls it EX_TEMPFAIL: try again later. Job scripts requeue on it.
@@ -20,5 +22,9 @@ def leave(world: World, code: int) -> NoReturn:
     world.guard.remove()
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    world.barrier()
+    try:
+        world.barrier()
+    except MPI.Exception as error:
+        if not is_survived(error):  # else whoever died has left, too
+            raise
     sys.exit(code if world.rank == 0 else 0)
