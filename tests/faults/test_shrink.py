@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -133,6 +134,27 @@ def test_without_support_the_option_says_so(place: Path) -> None:
     assert "training cannot go on without a rank that dies" in trained.result.stdout
     assert "--with-ft ulfm" in trained.result.stdout
     assert not trained.lost
+
+
+@needs_ulfm
+def test_those_that_are_left_can_be_asked_to_stop(place: Path) -> None:
+    """Behaviours 31, 45: the channel of the request is made anew, and the exit code is that of a stop."""
+    run = place / "runs" / "asked"
+
+    def stop() -> None:
+        start = time.monotonic()
+        while time.monotonic() - start < 100:
+            if (run / "metrics.jsonl").exists() and "loss_of_ranks" in (run / "metrics.jsonl").read_text():
+                (run / "STOP").touch()
+                return
+            time.sleep(0.05)
+
+    words = ("--run.name", "asked", "--train.epochs", "2000")
+    trained = train(place, 3, "0:reduce:7", words, killer=stop)
+    assert trained.result.code == 75, trained.result.output
+    assert "stopped by the file STOP" in trained.result.stdout
+    assert trained.lost == [[0]]
+    assert all(max(rows.values()) == 1 for rows in trained.rows)
 
 
 @needs_ulfm
