@@ -207,7 +207,7 @@ def test_clocks() -> None:
     assert not check_clocks(["a"], [0.0])
     assert not bad(check_clocks(["a", "b"], [0.0, 0.01]))
     found = only(check_clocks(["a", "b", "c"], [0.0, 0.01, -7.5]), "job.clocks")
-    assert found.level is Level.WARN and "c is -7.500 s ahead" in found.text
+    assert found.level is Level.WARN and "the clock of c differs from that of a by -7.500 s" in found.text
 
 
 MEASURED = {

@@ -30,7 +30,7 @@ def check_clocks(hosts: Sequence[str], offsets_s: Sequence[float]) -> list[Findi
     if len(offsets_s) < 2:
         return []
     worst = max(range(len(offsets_s)), key=lambda node: abs(offsets_s[node]))
-    text = f"the clock of {hosts[worst]} is {offsets_s[worst]:+.3f} s ahead of that of {hosts[0]}"
+    text = f"the clock of {hosts[worst]} differs from that of {hosts[0]} by {offsets_s[worst]:+.3f} s"
     if abs(offsets_s[worst]) < LARGE_SKEW_S:
         return [ok("job.clocks", f"{text}; the others are nearer")]
     return [warn("job.clocks", f"{text}: times in logs do not compare", "let the nodes run chrony or ntpd")]

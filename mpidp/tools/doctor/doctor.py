@@ -1,6 +1,7 @@
 """Options enter, a report and an exit code leave. Under a launcher every rank comes here, and rank 0 prints."""
 
 import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from mpidp.tools.doctor.gather import gather
 from mpidp.tools.doctor.read_log import read_log
 from mpidp.tools.doctor.report import Report, to_json, to_markdown, to_text
 from mpidp.tools.doctor.start_probe import probe_alone
+from mpidp.world.launch import launch_facts
 
 if TYPE_CHECKING:
     from mpidp.world.meeting import Meeting
@@ -28,6 +30,7 @@ def doctor(options: DoctorOptions) -> int:
     """Look, print, and return the exit code: 0, or 3 where something fails. Collective under a launcher."""
     if options.log:
         return _say(Report(_read(options.log)), options)
+    _hear_end(False)
     facts = gather(options.file)
     if facts.launch.launcher == "none":
         return _say(_alone(facts, options.probe), options)
@@ -60,7 +63,9 @@ def _together(facts: RankFacts, options: DoctorOptions) -> int:
     from mpidp.world.describe import describe
     from mpidp.world.meeting import Meeting
 
+    _hear_end(True)  # MPI may wait in vain
     meeting = Meeting()
+    _hear_end(False)
     facts = replace(facts, mpi=describe())
     if facts.launch.size not in (None, meeting.size):  # every process is alone, and sees all that is to be said
         code = _say_as_one_of_many(Report(check([facts]), [facts]), facts, options)
@@ -86,6 +91,15 @@ def _measure(meeting: "Meeting", findings: list[Finding]) -> dict[str, Any] | No
     from mpidp.tools.doctor.probe import probe
 
     return probe()
+
+
+def _hear_end(is_heard: bool) -> None:
+    """Whether SIGTERM ends this rank, unless it is the one that speaks.
+
+    `srun -K` sends it to all others when rank 0 leaves with 3, and would report that signal instead of the code.
+    """
+    if not launch_facts(os.environ).speaks:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if is_heard else signal.SIG_IGN)
 
 
 def _read(path: str) -> list[Finding]:
