@@ -4,6 +4,7 @@ Lanes and mixing depth decide the order of the samples, so they follow from the 
 has, never from the number of ranks.
 """
 
+import math
 from dataclasses import dataclass
 
 from mpidp.hdf5.dataset import DataSet
@@ -62,6 +63,16 @@ def resources(order: Order, row_bytes: int, rank_bytes: int, threads: int, size:
     group_bytes = max(1, order.mixing_chunks * int(order.chunk_rows.max()) * row_bytes)
     reserve = min(threads + slots // 4, int(rank_bytes * 0.6) // group_bytes - slots)
     return Resources(threads, slots + max(1, reserve), kept_bytes(rank_bytes), cache_bytes(rank_bytes))
+
+
+def most_rows(order: Order, size: int) -> int:
+    """Return the most samples that a rank of `size` has in a step."""
+    if order.shuffle != "lanes":
+        return -(-order.global_batch // size)
+    lanes = math.ceil(order.lanes / size)
+    places = math.ceil(order.global_batch / order.lanes)
+    sharers = max(1, size // order.lanes)  # of the lane that the fewest ranks share
+    return lanes * math.ceil(places / sharers)
 
 
 def warnings_about(order: Order, dataset: DataSet, rank_bytes: int, size: int) -> list[str]:

@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpidp.errors import DataError, MismatchError
-from mpidp.hdf5.assemble import Assembled
+from mpidp.errors import DataError
 from mpidp.hdf5.batch import Batch
-from mpidp.hdf5.budget import choose_mixing, default_node_bytes, resources, warnings_about
-from mpidp.hdf5.dataset import DataSet
+from mpidp.hdf5.budget import choose_mixing, default_node_bytes, most_rows, resources, warnings_about
 from mpidp.hdf5.decoding import decoding, slow_paths
-from mpidp.hdf5.describe import Paths, absolute_paths, check_present, decoders, describe
-from mpidp.hdf5.device_copy import DeviceCopier
-from mpidp.hdf5.field import Fields, FieldSpec, field_specs
+from mpidp.hdf5.describe import Paths, absolute_paths
+from mpidp.hdf5.field import Fields, field_specs
+from mpidp.hdf5.make_batch import BatchMaker
 from mpidp.hdf5.modes import Source, check_mode, open_source
 from mpidp.hdf5.order import Order, Shuffle
-from mpidp.hdf5.pieces import Selection
+from mpidp.hdf5.preparation import check_agreed, check_batches, choose_threads, describe_together, from_root, select
 from mpidp.hdf5.ring import BatchRing
-from mpidp.hdf5.sample_random import SampleRandom
 from mpidp.hdf5.source import Mode, Stretch
-from mpidp.hdf5.split import Part, Split
+from mpidp.hdf5.split import Part
 from mpidp.hdf5.steps import Share
-from mpidp.hdf5.transform import BatchTransform, SampleTransform, transform_batch, transform_samples
+from mpidp.hdf5.transform import BatchTransform, SampleTransform
 from mpidp.world.memory import memory_limit
 
 if TYPE_CHECKING:
     from mpidp.world.world import World
-
-T = TypeVar("T")
 
 
 class HDF5Loader:
@@ -99,25 +93,23 @@ class HDF5Loader:
         self.world = world
         specs = field_specs(fields)
         order = (global_batch, seed, shuffle, lanes, mixing_chunks, split, mode, memory_bytes, allow_holes)
-        _check_agreed(world, (absolute_paths(paths), tuple(spec.settings() for spec in specs), order))
-        self.dataset = _describe(world, paths, specs, allow_holes)
-        node_bytes = memory_bytes or _from_root(world, lambda: default_node_bytes(memory_limit()))
+        check_agreed(world, (absolute_paths(paths), tuple(spec.settings() for spec in specs), order))
+        self.dataset = describe_together(world, paths, specs, allow_holes)
+        node_bytes = memory_bytes or from_root(world, lambda: default_node_bytes(memory_limit()))
         self._node_bytes = node_bytes
         self._rank_bytes = node_bytes // (1 if world is None else world.local_size)
         with nullcontext() if world is None else world.together("choosing the order of the samples"):
             check_mode(mode)
-            self._selection = _select(self.dataset, split, seed)
+            self._selection = select(self.dataset, split, seed)
             if lanes is None or mixing_chunks is None:
                 lanes, mixing_chunks = choose_mixing(self.dataset, node_bytes, lanes, mixing_chunks)
             self.order = Order(self._selection.chunk_rows, seed, lanes, mixing_chunks, global_batch, shuffle)
-            _check_batches(global_batch, prefetch_batches, self.order.num_samples, self.dataset)
-            self._threads = _threads(threads, world)
+            check_batches(global_batch, prefetch_batches, self.order.num_samples, self.dataset)
+            self._threads = choose_threads(threads, world)
         self.mode = mode
-        self._transform = transform
-        self._sample_transform = sample_transform
+        self._make_batch = BatchMaker(world, transform, sample_transform)
         self._epoch = 0
         self._position = 0
-        self._copier = DeviceCopier(self._device)
         self._stretch: Stretch | None = None
         self._stretch_at = (0, 0)
         self._pass = object()
@@ -178,7 +170,7 @@ class HDF5Loader:
                 raise
             self._position = assembled.step.stop
             self._stretch_at = self._epoch, self._position
-            yield self._batch(assembled)
+            yield self._make_batch(assembled, self.order.seed)
         if self._pass is this:
             self._finish_epoch()
 
@@ -309,82 +301,3 @@ class HDF5Loader:
         self._epoch, self._position = self._epoch + 1, 0
         if self._stretch is not None and self._stretch_at == (self._epoch - 1, self.num_samples):
             self._stretch_at = self._epoch, 0  # which is what it gives next
-
-    def _batch(self, assembled: Assembled) -> Batch:
-        tensors, size = assembled.tensors, len(assembled.indices)
-        random = (self.order.seed, assembled.step.epoch, assembled.indices)
-        if self._sample_transform is not None:
-            tensors = transform_samples(
-                self._sample_transform, tensors, SampleRandom(*random, torch.device("cpu")), size
-            )
-        tensors = self._copier(tensors)
-        if self._transform is not None:
-            tensors = transform_batch(self._transform, tensors, SampleRandom(*random, self._device), size)
-        return Batch(tensors, assembled.indices, assembled.step.stop - assembled.step.start, self.world)
-
-
-def most_rows(order: Order, size: int) -> int:
-    """Return the most samples that a rank of `size` has in a step."""
-    if order.shuffle != "lanes":
-        return -(-order.global_batch // size)
-    lanes = math.ceil(order.lanes / size)
-    places = math.ceil(order.global_batch / order.lanes)
-    sharers = max(1, size // order.lanes)  # of the lane that the fewest ranks share
-    return lanes * math.ceil(places / sharers)
-
-
-def _from_root(world: World | None, function: Callable[[], T]) -> T:
-    """Return what `function` gives on rank 0. Collective."""
-    return function() if world is None else world.from_root(function)
-
-
-def _threads(threads: int | None, world: World | None) -> int:
-    if threads is not None and threads < 1:
-        raise DataError(f"threads is {threads}; give at least 1")
-    return threads or (len(os.sched_getaffinity(0)) if world is None else world.cores)
-
-
-def _describe(world: World | None, paths: Paths, specs: tuple[FieldSpec, ...], allow_holes: bool) -> DataSet:
-    """Return the data set as rank 0 finds it, checked to be there on every node. Collective."""
-    if world is None:
-        return describe(paths, specs, allow_holes)
-    # The user's functions are each rank's own: they stay where they are.
-    dataset = world.from_root(lambda: replace(describe(paths, specs, allow_holes), decoders={}))
-    dataset = replace(dataset, decoders=decoders(specs))
-    with world.together("finding the data"):
-        if world.local_rank == 0:
-            check_present(dataset)
-    return dataset
-
-
-def _check_agreed(world: World | None, settings: tuple[object, ...]) -> None:
-    """Raise `MismatchError` on every rank unless all were given the same settings. Collective."""
-    if world is None:
-        return
-    roots = world.broadcast(settings)
-    with world.together("comparing the settings of HDF5Loader"):
-        if settings != roots:
-            raise MismatchError(
-                f"rank {world.rank} made an HDF5Loader with {settings}, rank 0 with {roots}: paths, fields, "
-                "(global_batch, seed, shuffle, lanes, mixing_chunks, split, mode, memory_bytes, allow_holes); give the "
-                "same on every rank"
-            )
-
-
-def _check_batches(global_batch: int, prefetch_batches: int, num_samples: int, dataset: DataSet) -> None:
-    if global_batch > num_samples:
-        raise DataError(
-            f"global_batch is {global_batch}, but there are only {num_samples} samples in "
-            f"{dataset.files[0].path}; give at most that many"
-        )
-    if prefetch_batches < 1:
-        raise DataError(f"prefetch_batches is {prefetch_batches}; give at least 1")
-
-
-def _select(dataset: DataSet, split: tuple[Part, float] | None, seed: int) -> Selection:
-    if split is None:
-        return Selection(dataset)
-    part, fraction = split
-    if part not in ("train", "validation"):
-        raise DataError(f'split asks for part {part!r}; give "train" or "validation"')
-    return Selection(dataset, Split(dataset.chunk_rows, fraction, seed), part)

@@ -41,9 +41,12 @@ def transform_samples(transform: SampleTransform, tensors: Tensors, random: Samp
         ) from error
 
 
-def transform_batch(transform: BatchTransform, tensors: Tensors, random: SampleRandom, size: int) -> Tensors:
-    """Return what `transform` makes of a batch of `size` samples; raises `DataError` if it has not as many."""
-    made: Tensors = transform(tensors, random) if wants_random(transform) else transform(tensors)  # type: ignore[call-arg]
+def transform_batch(transform: BatchTransform, tensors: Tensors, random: SampleRandom | None, size: int) -> Tensors:
+    """Return what `transform`, which takes `random` unless it is None, makes of a batch of `size` samples.
+
+    Raises `DataError` if it has not as many.
+    """
+    made: Tensors = transform(tensors) if random is None else transform(tensors, random)  # type: ignore[call-arg]
     for name, tensor in made.items():
         if tensor.dim() == 0 or len(tensor) != size:
             raise DataError(
