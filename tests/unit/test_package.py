@@ -25,6 +25,7 @@ EXTRAS = {
     "safetensors": {"safetensors"},
     "tensorboard": {"tensorboardX"},
     "gpu": {"nvidia-ml-py"},
+    "codecs": {"imagecodecs"},
     "compression": {"hdf5plugin"},
     "images": {"Pillow"},
 }
