@@ -90,7 +90,7 @@ class Survivors:
         """
         if self.is_on:
             with self.world.status.waiting("Agree", self.world.size):
-                self.world.comm.Agree(1)
+                self._recovery.agree()
         for loader in loaders:
             loader.keep()
 

@@ -62,7 +62,17 @@ class Recovery:
     def __init__(self, world: World):
         self.people: list[Person] = world.comm.allgather(Person(world.rank, world.host))
         self._world = world
+        self._has_disagreed = False  # on the present communicator: all that live are, or will be, in `shrink`
         communicators.opened(world.comm)
+
+    def agree(self) -> None:
+        """Returns, on all ranks, when all came here alive. Collective.
+
+        Raises:
+            mpi4py.MPI.Exception: on all ranks, a rank has died or another one is in `shrink`, which must follow here.
+        """
+        if not self._vote(True):
+            raise MPI.Exception(MPI.ERR_PROC_FAILED)
 
     def shrink(self) -> list[Person]:
         """Leaves the dead behind; returns them. Collective over those that live, from anywhere.
@@ -73,7 +83,11 @@ class Recovery:
         before = self.people
         while True:
             communicators.revoke_all()
+            # Others may wait in `agree`, which revoking does not end: they are answered, once.
+            if not self._has_disagreed:
+                self._vote(False)
             comm = _shrunk(self._world.comm)
+            self._has_disagreed = False
             self.people = [self.people[rank] for rank in _former_ranks(comm, self._world.comm)]
             object.__setattr__(self._world, "comm", comm)  # what a further loss starts from, whatever it interrupts
             try:
@@ -84,6 +98,18 @@ class Recovery:
                 log.info("one more rank was lost while the communicators were made anew")
                 continue
             return [person for person in before if person not in self.people]
+
+    def _vote(self, flag: bool) -> bool:
+        """Whether all vote for it and nobody has died; the same answer on all. Collective, until one answer is no."""
+        assert not self._has_disagreed
+        try:
+            is_agreed = bool(self._world.comm.Agree(int(flag)))
+        except MPI.Exception as error:
+            if not is_loss(error):
+                raise
+            is_agreed = False
+        self._has_disagreed = not is_agreed
+        return is_agreed
 
     def _rebuild(self, comm: WatchedComm) -> None:
         """Everything of the World that depends on who is there. Collective."""

@@ -166,6 +166,40 @@ def test_an_exception_still_ends_the_job(place: Path) -> None:
     assert "mpidp: lost" not in trained.result.output
 
 
+MEET = """
+import os, signal
+import mpidp
+world = mpidp.init()
+survivors = mpidp.Survivors(world)
+first, steps = world.rank, 0
+
+def work():
+    global steps
+    while steps < 50:
+        if steps == 5 and first == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if steps == 5 and first == 1 and world.size == 3:
+            world.node_comm.Barrier()  # fails, while rank 0 is in the agreement
+        survivors.agree()
+        steps += 1
+        assert world.comm.allgather(steps) == [steps] * world.size
+
+survivors.run(work)
+print("rank", first, "is rank", world.rank, "after", steps, flush=True)
+"""
+
+
+@needs_ulfm
+def test_one_waits_in_the_agreement_when_another_has_noticed(place: Path) -> None:
+    """Behaviour 31: the agreements of steps never meet those of the recovery."""
+    ulfm = shlex.join([*mpiexec(3)[:-2], "--with-ft", "ulfm"])
+    with mock.patch.dict("os.environ", {"MPIEXEC": ulfm}):
+        result = run_job(["-c", MEET], 3, 120, cwd=place)
+    assert result.code == 0, result.output
+    assert "rank 0 is rank 0 after 50" in result.stdout
+    assert "rank 1 is rank 1 after 50" in result.stdout
+
+
 OWN_LOOP = """
 import os, signal, sys
 import torch
