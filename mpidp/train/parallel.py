@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+import mpidp
 from mpidp.errors import LaunchError
 from mpidp.reduce.buckets import Buckets
 from mpidp.reduce.choice import Choice, decide, make_reducer, wants_overlap
@@ -90,6 +91,7 @@ class DataParallel(nn.Module):
             f"reducer={reducer}, bucket_bytes={bucket_bytes}, overlap={overlap}, check_finite={check_finite}, {options}"
         )
         check_same(world, [told, *module_signature(module)], "the models")
+        check_same(world, [f"mpidp {mpidp.__version__}, torch {torch.__version__}"], "the versions")
         broadcast_module(module, world)
         num_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
         self.choice: Choice = decide(world, reducer, options, num_bytes)

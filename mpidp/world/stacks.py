@@ -15,9 +15,10 @@ _STARTERS = ("<frozen", "importlib", "runpy.py", "torch/")
 
 
 def stack(thread: int) -> str:
-    """The last calls of a thread, the innermost last; "" when it has ended."""
+    """The last calls of a thread, the innermost last; "" when it has ended. Torch's own are left out."""
     frame = _innermost(sys._current_frames().get(thread), _is_no_helper)
-    return "" if frame is None else "".join(traceback.format_stack(frame)[-MOST_FRAMES:])
+    calls = [call for call in traceback.extract_stack(frame) if "/torch/" not in call.filename] if frame else []
+    return "".join(traceback.format_list(calls[-MOST_FRAMES:]))
 
 
 def main_thread() -> int:

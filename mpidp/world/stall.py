@@ -91,11 +91,18 @@ def report(seen: Sequence[Seen], answers: Mapping[int, str], lasted_s: float, th
         head = "all ranks wait for each other, in calls that do not belong together"
     lines = [f"mpidp: stalled for {lasted_s:.0f} s after step {step:,}: {head}."]
     lines += [f"  {line}" for line in waits(seen)]
-    for rank in (missing or list(seen))[:MOST_NAMED]:
+    for rank in to_describe(seen):
         lines += _describe(rank, answers.get(rank.beat.rank, ""))
     if len(missing) > MOST_NAMED:
         lines.append(f"  (and {len(missing) - MOST_NAMED} ranks more)")
     return "\n".join([*lines, f"  {then}"])
+
+
+def to_describe(seen: Sequence[Seen]) -> list[Seen]:
+    """The ranks whose stacks are worth seeing: the missing ones, or one for each call where all wait."""
+    missing = missing_ranks(seen)
+    one_each = {(rank.beat.wait, rank.beat.site): rank for rank in reversed(seen)}
+    return (missing or sorted(one_each.values(), key=lambda rank: rank.beat.rank))[:MOST_NAMED]
 
 
 def waits(seen: Sequence[Seen]) -> list[str]:

@@ -17,7 +17,7 @@ from mpidp.world.abort import AbortGuard
 from mpidp.world.mpi import MPI
 from mpidp.world.post import Post
 from mpidp.world.silent_stack import Address, look_at, prepare
-from mpidp.world.stall import MOST_NAMED, Beat, Seen, deserted, longest_wait_s, missing_ranks, named, report, waits
+from mpidp.world.stall import Beat, Seen, deserted, longest_wait_s, missing_ranks, named, report, to_describe, waits
 from mpidp.world.status import Wait, status
 from mpidp.world.tolerance import is_survived
 
@@ -280,7 +280,7 @@ class Watchdog:
                 self._say("mpidp: the stall is over, all ranks go on.")
             self._incident = None
         elif incident is None or (ends_job and not incident.ends_job) or incident.is_outdated(seen):
-            self._incident = _Incident(ends_job, self._clock, (missing or seen)[:MOST_NAMED])
+            self._incident = _Incident(ends_job, self._clock, to_describe(seen))
             self._ask(seen)
         elif not incident.is_told:
             has_all = len(incident.answers) == len(incident.asked)

@@ -1,0 +1,58 @@
+"""The name of a case on the page about failures comes in; the program that shows it goes out."""
+
+from __future__ import annotations
+
+LOOP = """
+import os, signal, sys, threading, time
+import torch
+import mpidp
+
+def load():
+    time.sleep(600)
+
+world = mpidp.init(stall_warning_s={warning}, stall_abort_s={abort})
+model = mpidp.DataParallel(torch.nn.Linear(4, 2), world, {options})
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+replicas = mpidp.ReplicaCheck(model, optimizer, every_steps=4, on_mismatch="{action}")
+
+def batches():
+    for number in range(40):
+        if number == 3 and world.rank == 1:
+            {data}
+        yield torch.ones(8, 4)
+
+for x in model.batches(batches()):
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    replicas.check()
+    if world.status.step == 5 and world.rank == 1:
+        {step}
+world.barrier()
+"""
+
+FLIP = "model.module.weight.detach().view(torch.int32)[1, 2] ^= 1 << 23"
+NAN = "model.module.weight.detach()[0, 0] = float('nan')"
+# What is different in each case, and the exit code; None where the launchers differ.
+CASES: dict[str, tuple[dict[str, str], int | None]] = {
+    "exception": ({"step": "1 / 0"}, 1),
+    "thread": ({"step": "threading.Thread(target=lambda: open('gone.h5'), name='reader').start()"}, 1),
+    "memory": ({"step": "raise MemoryError('cannot allocate 8 GiB')"}, 1),
+    "data": ({"data": "raise OSError(5, 'Input/output error', 'train.h5')"}, 1),
+    "leaves": ({"step": "raise SystemExit(7)"}, 7),
+    "sigterm": ({"step": "os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)"}, 143),
+    "sigkill": ({"step": "os.kill(os.getpid(), signal.SIGKILL)"}, None),
+    "hangs": ({"data": "load()"}, 1),
+    "stopped": ({"step": "os.kill(os.getpid(), signal.SIGSTOP)"}, 1),
+    "deadlock": ({"step": "world.broadcast(1)"}, 1),
+    "options": ({"options": "bucket_bytes=1000 + world.rank"}, 1),
+    "nan": ({"options": "check_finite=True", "step": NAN}, 1),
+    "astray": ({"step": FLIP}, 1),
+    "healed": ({"step": FLIP, "action": "heal"}, 0),
+}
+DEFAULTS = {"data": "pass", "step": "pass", "options": "", "action": "stop", "warning": "1.0", "abort": "4.0"}
+
+
+def program(case: str) -> str:
+    """The program of a case."""
+    return LOOP.format(**{**DEFAULTS, **CASES[case][0]})
