@@ -22,6 +22,8 @@ LAUNCHER_PREFIXES = (
     "PALS_",
     "MV2_",
     "MVP_",
+    "JSM_",
+    "FLUX_",
     "SLURM_",
 )
 
@@ -77,6 +79,13 @@ _LAUNCHERS = (
         ("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
     ),
     _Names(
+        "LSF's jsrun",
+        ("JSM_NAMESPACE_RANK",),
+        ("JSM_NAMESPACE_SIZE",),
+        ("JSM_NAMESPACE_LOCAL_RANK",),
+        ("JSM_NAMESPACE_LOCAL_SIZE",),
+    ),
+    _Names(
         "Hydra's mpiexec",
         ("PMI_RANK",),
         ("PMI_SIZE",),
@@ -101,6 +110,8 @@ def launch_facts(environment: Mapping[str, str]) -> LaunchFacts:
         # processes run in the step of its daemons, but know more than srun tells.
         by_srun = in_step and names.rank == ("PMI_RANK",) and "MPI_LOCALRANKID" not in environment
         launcher = "Slurm's srun" if by_srun else names.launcher
+        if names.rank == ("PMI_RANK",) and _by_flux(environment):
+            break
         if launcher == "Hydra's mpiexec" and "I_MPI_HYDRA_TOPOLIB" in environment:
             launcher = "Intel MPI's mpiexec"
         return LaunchFacts(
@@ -109,6 +120,13 @@ def launch_facts(environment: Mapping[str, str]) -> LaunchFacts:
             _first(environment, names.size),
             _first(environment, names.local_rank),
             _first(environment, names.local_size),
+        )
+    if _by_flux(environment):
+        return LaunchFacts(
+            "flux run",
+            _first(environment, ("FLUX_TASK_RANK",)),
+            _first(environment, ("FLUX_JOB_SIZE",)),
+            _first(environment, ("FLUX_TASK_LOCAL_ID",)),
         )
     if in_step:
         return LaunchFacts(
@@ -170,6 +188,9 @@ def _advice(facts: LaunchFacts, library: str) -> str:
     pmi = "pmix" if "Open MPI" in library else "pmi2"
     if facts.launcher == "Slurm's srun":
         return f"Start it with `srun --mpi={pmi} ...` (see `srun --mpi=list`), or with that library's own mpiexec."
+    if facts.launcher == "flux run":
+        flux_pmi = "pmix" if "Open MPI" in library else "simple"
+        return f"Start it with `flux run -o pmi={flux_pmi} ...`, or with that library's own mpiexec."
     return "Start it with the mpiexec that belongs to this library (same folder or same module), or load the other one."
 
 
@@ -178,6 +199,11 @@ def _is_slurm_step(environment: Mapping[str, str]) -> bool:
     step = _first(environment, ("SLURM_STEP_ID", "SLURM_STEPID"))
     tasks = environment.get("SLURM_STEP_NUM_TASKS")
     return step is not None and step < FIRST_SPECIAL_SLURM_STEP and tasks is not None
+
+
+def _by_flux(environment: Mapping[str, str]) -> bool:
+    """A task of `flux run`, and not of a Hydra inside one, whose processes know more."""
+    return "FLUX_TASK_RANK" in environment and "MPI_LOCALRANKID" not in environment
 
 
 def _first(environment: Mapping[str, str], names: tuple[str, ...]) -> int | None:

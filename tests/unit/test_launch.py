@@ -30,6 +30,14 @@ MVAPICH = {
     "PMI_SIZE": "8",
 }
 MVAPICH_3 = {key.replace("MV2_", "MVP_"): value for key, value in MVAPICH.items()}
+JSRUN = {
+    "JSM_NAMESPACE_RANK": "5",
+    "JSM_NAMESPACE_SIZE": "8",
+    "JSM_NAMESPACE_LOCAL_RANK": "1",
+    "JSM_NAMESPACE_LOCAL_SIZE": "4",
+    "PMIX_RANK": "5",
+}
+FLUX = {"FLUX_TASK_RANK": "5", "FLUX_JOB_SIZE": "8", "FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_NNODES": "2"}
 STEP = {
     "SLURM_JOB_ID": "77",
     "SLURM_STEP_ID": "0",
@@ -49,8 +57,9 @@ BATCH_SHELL = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "
         (PALS, "PALS"),
         (MVAPICH, "MVAPICH"),
         (MVAPICH_3, "MVAPICH"),
+        (JSRUN, "jsrun"),
     ],
-    ids=["openmpi", "hydra", "intel", "pals", "mvapich2", "mvapich3"],
+    ids=["openmpi", "hydra", "intel", "pals", "mvapich2", "mvapich3", "jsrun"],
 )
 @pytest.mark.parametrize("allocation", [{}, BATCH_SHELL], ids=["alone", "in an allocation"])
 def test_mpi_launcher_tells_all_four_facts(
@@ -61,6 +70,20 @@ def test_mpi_launcher_tells_all_four_facts(
     assert launcher in facts.launcher
     assert (facts.rank, facts.size, facts.local_rank, facts.local_size) == (5, 8, 1, 4)
     assert not facts.speaks
+
+
+@pytest.mark.parametrize("pmi", [{}, {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_FD": "9"}], ids=["none", "simple"])
+def test_flux_task(pmi: dict[str, str]) -> None:
+    """Behaviour 37: with its own PMI or without, which makes every process a world of one."""
+    facts = launch_facts(FLUX | pmi)
+    assert (facts.launcher, facts.rank, facts.size, facts.local_rank) == ("flux run", 5, 8, 1)
+    text = size_mismatch(facts, 1, "Open MPI v5.0.8")
+    assert text is not None and "flux run -o pmi=pmix" in text
+
+
+def test_mpi_launchers_inside_flux_are_nearer() -> None:
+    assert "Hydra" in launch_facts(FLUX | HYDRA).launcher
+    assert "Open MPI" in launch_facts(FLUX | OPEN_MPI).launcher
 
 
 def test_slurm_step_without_pmi() -> None:
@@ -139,7 +162,7 @@ def test_launcher_without_a_size_is_no_mismatch() -> None:
     assert size_mismatch(LaunchFacts("some launcher", rank=3), 4, "any") is None
 
 
-@pytest.mark.parametrize("environment", [OPEN_MPI, HYDRA, INTEL, PALS, MVAPICH, MVAPICH_3, STEP])
+@pytest.mark.parametrize("environment", [OPEN_MPI, HYDRA, INTEL, PALS, MVAPICH, MVAPICH_3, JSRUN, FLUX, STEP])
 def test_child_without_launcher_keeps_the_rest(environment: dict[str, str]) -> None:
     """Behaviour 47: the probe's child must not be taken for a rank of the job."""
     child = without_launcher(environment | {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "1", "OMP_NUM_THREADS": "2"})
