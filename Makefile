@@ -1,4 +1,4 @@
-# make venv | demo | test | cluster | lint | clean; needs git, make and Python 3.11 or newer.
+# make venv | demo | test | cluster | slurm | lint | clean; needs git, make and Python 3.11 or newer.
 
 SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -7,7 +7,7 @@ MPI ?= mpich
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: venv demo test cluster lint clean
+.PHONY: venv demo test cluster slurm lint clean
 
 venv: $(STAMP)
 
@@ -27,11 +27,15 @@ test: venv
 cluster: venv
 	$(BIN)/python -m pytest tests/cluster
 
+slurm: venv
+	$(BIN)/python -m pytest -o faulthandler_timeout=300 tests/slurm
+
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/shellcheck jobs/*.sbatch jobs/*.sh tests/slurm/*.sh
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
