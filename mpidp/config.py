@@ -147,7 +147,7 @@ class TrainSection:
     on_end: str = ""
     """Built-in, or module:function, called on rank 0 at the end; empty for none."""
     fault_tolerance: Literal["abort", "shrink"] = "abort"
-    """When a rank dies: end the job, or go on without it, which Open MPI 5 can if started so (docs/fault_tolerance.md)."""
+    """When a rank dies: end the job, or go on without it, where MPI can (docs/fault_tolerance.md)."""
     min_ranks: int = 1
     """With fewer ranks left the job ends after all."""
 

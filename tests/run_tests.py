@@ -1,6 +1,6 @@
 """Test folders come in, one summary goes out: unit, faults and docs in one process, mpi on several numbers of ranks.
 
-Usage: python tests/run_tests.py [--venv .venv] [--mpi mpich] [--sizes 1,2,3,4] [--only unit,mpi,faults,docs] [pytest words]
+Usage: python tests/run_tests.py [--venv .venv] [--mpi mpich] [--sizes 1,2,3,4] [--only unit,mpi,...] [pytest words]
 
 Under mpiexec rank 0 prints; the others write logs, which are shown when the run fails. A test counts as passed when
 it passed on every rank. A run that crashes, hangs or collects nothing counts as one failure.

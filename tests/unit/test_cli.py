@@ -36,7 +36,8 @@ TRAIN_OPTIONS = """
 --data.lanes --data.mixing_chunks --data.mode --data.stage_folder --data.memory_bytes --data.threads --data.allow_holes
 --data.transform --data.sample_transform
 --model.name --loss.name --optimizer.name --optimizer.lr --scheduler.name
---train.epochs --train.fault_tolerance --train.min_ranks --train.clip_norm --train.micro_batch --train.dtype --train.threads --train.on_end
+--train.epochs --train.fault_tolerance --train.min_ranks
+--train.clip_norm --train.micro_batch --train.dtype --train.threads --train.on_end
 --reduce.reducer --reduce.bucket_bytes --reduce.piece_bytes --reduce.wire --reduce.error_feedback --reduce.check_finite
 --reduce.overlap
 --checkpoint.background --checkpoint.every_epochs --checkpoint.every_steps --checkpoint.keep --checkpoint.on_failure
