@@ -101,7 +101,10 @@ DataOptions = TypeVar("DataOptions", bound="VerifyOptions | ConvertOptions | Mak
 
 def run() -> NoReturn:
     """Run the command line of this process and exit with its code: the console script `mpidp`."""
-    sys.exit(main())
+    code = main()
+    if _is_one_of_many():
+        signals.ignore()
+    sys.exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

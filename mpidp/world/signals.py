@@ -39,6 +39,16 @@ def unwatch() -> None:
     _received = None
 
 
+def ignore() -> None:
+    """Stop signals are not heard any more, up to the end of this process.
+
+    For ranks that all leave: a launcher that ends a job on its first bad exit code (`srun -K`) sends SIGTERM to those
+    that are still clearing up, and would then report that signal instead of the code.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def received() -> signal.Signals | None:
     """The first stop signal that came since `watch`, or None."""
     return _received
