@@ -92,6 +92,12 @@ def _by_rows(
         return rows
 
     for step, numbers in step_rows(order, share):
+        if gatherer.holds_all:  # a copy of some microseconds, which would cost more to hand to a thread
+            while ahead:
+                first, rows = ahead.popleft()
+                yield first, rows.result()
+            yield step, gathered(numbers)
+            continue
         ahead.append((step, pool.submit(gathered, numbers)))
         if len(ahead) > use.threads:
             first, rows = ahead.popleft()

@@ -45,6 +45,11 @@ class RowGatherer:
             chunk = int(chunks[a])
             self._chunk_rows(chunk, order[a:b], rows[order[a:b]] - self._edges[chunk], into)
 
+    @property
+    def holds_all(self) -> bool:
+        """Whether every chunk has been decoded and is kept."""
+        return self._all is not None and bool(self._is_there.all())
+
     def _bring(self, chunks: IntArray, everything: Rows) -> None:
         """Decode those of `chunks` that are not there yet; another thread may be decoding some of them."""
         for chunk in np.unique(chunks[~self._is_there[chunks]]).tolist():

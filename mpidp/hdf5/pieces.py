@@ -35,14 +35,17 @@ class PieceReader:
 
     def __init__(self, selection: Selection, cache_bytes: int = 64 * 2**20) -> None:
         self.selection = selection
+        self._heights = selection.chunk_rows
         self._rows = RowReader(selection.dataset, cache_bytes)
 
     def read(self, piece: Piece, into: Rows) -> None:
         """Fill `into`, which has room for just the rows of `piece`, by one read of the span they lie in."""
         if piece.start == piece.stop:
             return
+        # The rest of a chunk that is cut between lanes will be wanted too.
+        is_cut = piece.stop - piece.start < self._heights[piece.chunk]
         if self.selection.split is not None:
-            self._read_selected(piece, into)
+            self._read_selected(piece, into, is_cut)
             return
         dataset = self.selection.dataset
         first = int(dataset.chunk_starts[piece.chunk]) + piece.start
@@ -50,9 +53,9 @@ class PieceReader:
         into.numbers[:] = np.arange(first, first + count)
         file, start = dataset.file_of(first)
         for number, field in enumerate(dataset.fields):
-            self._rows.read(file, number, start, start + count, into.fields[field.name])
+            self._rows.read(file, number, start, start + count, into.fields[field.name], is_cut)
 
-    def _read_selected(self, piece: Piece, into: Rows) -> None:
+    def _read_selected(self, piece: Piece, into: Rows, is_cut: bool) -> None:
         dataset = self.selection.dataset
         offsets = self.selection.offsets(piece)
         into.numbers[:] = dataset.chunk_starts[piece.chunk] + offsets
@@ -60,7 +63,7 @@ class PieceReader:
         span = int(offsets[-1] - offsets[0]) + 1
         for number, field in enumerate(dataset.fields):
             values = np.empty((span, *field.shape), field.dtype)
-            self._rows.read(file, number, start, start + span, values)
+            self._rows.read(file, number, start, start + span, values, is_cut)
             values.take(offsets - offsets[0], axis=0, out=into.fields[field.name], mode="clip")
 
     def reads_single_rows(self, chunk: int) -> bool:

@@ -24,6 +24,7 @@ from mpidp.hdf5.storage import Storage
 Array = npt.NDArray[Any]
 
 _SMALL_RANGE_BYTES = 64 * 2**10
+_MOST_CUTS = 64
 
 
 class RowReader:
@@ -48,8 +49,10 @@ class RowReader:
         ]
         self._pid = os.getpid()
 
-    def read(self, file: int, number: int, start: int, stop: int, into: Array) -> None:
+    def read(self, file: int, number: int, start: int, stop: int, into: Array, is_cut: bool = False) -> None:
         """Fill `into` (stop - start, *shape) with rows [start, stop), at least one, of field `number` of a file.
+
+        With `is_cut`, other rows of the same block will be asked for, so it is decoded once and kept if it fits.
 
         Raises `DataError` naming file, dataset and rows when they cannot be read, when a value does not fit,
         and in a process forked from the one that made this reader.
@@ -63,22 +66,22 @@ class RowReader:
         if held is None and self._ways[file][number] == "small":
             held = self._small(file, number)
         if held is None:
-            self._read_named(file, number, start, stop, into)
+            self._read_named(file, number, start, stop, into, is_cut)
         else:
             into[...] = held[start:stop]
 
-    def _read_named(self, file: int, number: int, start: int, stop: int, into: Array) -> None:
+    def _read_named(self, file: int, number: int, start: int, stop: int, into: Array, is_cut: bool = False) -> None:
         try:
-            self._read(file, number, start, stop, into)
+            self._read(file, number, start, stop, into, is_cut)
         except (DataError, OSError) as error:
             path, name = self._dataset.files[file].path, self._dataset.fields[number].dataset
             raise DataError(f'{path}: dataset "{name}", rows {start} to {stop - 1}: {error}') from error
 
-    def _read(self, file: int, number: int, start: int, stop: int, into: Array) -> None:
+    def _read(self, file: int, number: int, start: int, stop: int, into: Array, is_cut: bool) -> None:
         storage = self._dataset.files[file].storages[number]
         if storage is None:
             self._read_by_hdf5(file, number, start, stop, into)
-        elif self._ways[file][number] == "kept":
+        elif self._ways[file][number] == "kept" or (is_cut and self._is_worth_keeping(storage)):
             self._read_kept(file, number, storage, start, stop, into)
         else:
             self._decode(number, storage, start, stop, into)
@@ -89,6 +92,10 @@ class RowReader:
         self._files.close()
         with self._hdf5_lock:
             self._by_hdf5.close()
+
+    def _is_worth_keeping(self, storage: Storage) -> bool:
+        """Whether a block that is cut between lanes is decoded, and small beside what may be kept."""
+        return not storage.is_plain and storage.block_bytes <= self._cache_bytes // _MOST_CUTS
 
     def _way(self, file: int, number: int) -> str:
         small, several = self._is_small(file, number), self._serves_several(file, number)
