@@ -62,7 +62,7 @@ def test_training_equals_that_of_one_process(
     """Behaviours 6, 7, 8, 16 and 24: bit for bit on one rank; to rounding on several, where all have the same bits."""
     expected_losses, plain = train(None, name, optimizer, dtype)
     losses, model = train(world, name, optimizer, dtype)
-    assert expected_losses[-1] < 0.7 * expected_losses[0], "nothing was learnt, so nothing would be proven"
+    assert expected_losses[-1] < 0.8 * expected_losses[0], "nothing was learnt, so nothing would be proven"
     pairs = list(zip(plain.parameters(), model.parameters(), strict=True))
     if world.size == 1:
         assert losses == expected_losses
