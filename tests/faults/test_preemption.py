@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from tiny import make_workplace
 
 from jobs import Result, finish, launch, run_job
@@ -93,7 +92,8 @@ def check_equal_to_uninterrupted(folder: Path) -> None:
     assert sum(record["samples"] for record in rest) == 160 * EPOCHS
     assert [record["step"] for record in records(folder / "runs/run", "validation")] == [6, 12, 18]
     ours, theirs = (load(newest(folder / f"runs/{name}/checkpoints")[0])["model"] for name in ("run", "whole"))
-    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    different = {name: (ours[name] - tensor).abs().max().item() for name, tensor in theirs.items()}
+    assert not any(different.values()), f"{different} after {[record['step'] for record in rest]}"
 
 
 def train(folder: Path, ranks: int, *words: str, **environment: str) -> Result:

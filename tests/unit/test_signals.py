@@ -1,6 +1,5 @@
 """Stop signals are noted while they are watched, and do what they did before afterwards (Behaviour 45)."""
 
-import os
 import signal
 import threading
 
@@ -16,14 +15,14 @@ def test_signals_are_noted_and_given_back() -> None:
         signals.watch()
         signals.watch()
         assert signals.received() is None
-        os.kill(os.getpid(), signal.SIGUSR2)
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGUSR2)
+        signal.raise_signal(signal.SIGTERM)
         assert signals.received() is signal.SIGUSR2, "the first"
         assert heard == []
         signals.unwatch()
         signals.unwatch()
         assert signals.received() is None
-        os.kill(os.getpid(), signal.SIGUSR2)
+        signal.raise_signal(signal.SIGUSR2)
         assert heard == [signal.SIGUSR2]
     finally:
         signals.unwatch()
