@@ -65,6 +65,11 @@ class AbortGuard:
         sys.unraisablehook = self.on_unraisable
         sys.exit = self.exit
 
+    @property
+    def is_installed(self) -> bool:
+        """Whether the hooks are in place."""
+        return self._saved is not None
+
     def remove(self) -> None:
         """Puts the former hooks back: from here on this rank may leave with any exit code, as all ranks do."""
         if self._saved is None:
@@ -165,7 +170,8 @@ class _WatchedExit(SystemExit):
         self.guard = guard
 
     def __del__(self) -> None:
-        if sys.is_finalizing() and self._was_caught():
+        # Hooks that were removed meanwhile: all ranks leave with the same code, and MPI may be over already.
+        if not self.guard.is_installed or (sys.is_finalizing() and self._was_caught()):
             return
         try:
             sys._getframe(1)
