@@ -4,7 +4,7 @@ Runs in the prefetch thread and in a pool of threads that decode; calls no MPI.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -34,7 +34,9 @@ class Assembled:
     indices: IntArray
 
 
-def assemble(selection: Selection, order: Order, share: Share, ring: BatchRing, use: Resources) -> Iterator[Assembled]:
+def assemble(
+    selection: Selection, order: Order, share: Share, ring: BatchRing, use: Resources
+) -> Generator[Assembled, None, None]:
     """Yield steps from `share` on without end: epoch follows epoch, so that the next is read ahead of its start."""
     fields = selection.dataset.fields
     with (

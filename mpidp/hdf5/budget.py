@@ -14,7 +14,7 @@ from mpidp.hdf5.order import Order
 
 MOST_NODE_BYTES = 2 * 2**30
 _NODE_SHARE = 8
-_LEAST_GROUPS = 4
+_LEAST_LANES = 8
 _ENOUGH_CHUNKS = 8
 _MOST_MIXING_CHUNKS = 4
 
@@ -27,16 +27,15 @@ def default_node_bytes(node_memory: int | None) -> int:
 def choose_mixing(dataset: DataSet, node_bytes: int, lanes: int | None, mixing_chunks: int | None) -> tuple[int, int]:
     """Return lanes and mixing depth whose groups take up to half of `node_bytes`; those that are given stand.
 
-    Lanes come first: many of which each mixes one chunk mix better than few that mix four. A lane has some groups,
-    if the file has the chunks, so that the next can be decoded while one is used.
+    Depth gives way first: many lanes of which each mixes one chunk mix better than few that mix four.
     """
-    chunk_bytes, chunks = dataset.mean_chunk_bytes, len(dataset.chunk_rows)
-    if lanes is None:
-        lanes = automatic_lanes(dataset.num_rows, chunk_bytes, mixing_chunks or 1, node_bytes // 2)
     if mixing_chunks is None:
-        of_lane = chunks // (max(1, lanes) * _LEAST_GROUPS)  # Order refuses fewer lanes than 1, and says so
-        fitting = int(node_bytes / 2 / (max(1, lanes) * chunk_bytes))
-        mixing_chunks = max(1, min(_MOST_MIXING_CHUNKS, of_lane, fitting))
+        enough = min(_LEAST_LANES, dataset.num_rows) if lanes is None else lanes
+        depths = range(_MOST_MIXING_CHUNKS, 0, -1)
+        fits = (depth for depth in depths if enough * depth * dataset.mean_chunk_bytes <= node_bytes / 2)
+        mixing_chunks = next(fits, 1)
+    if lanes is None:
+        lanes = automatic_lanes(dataset.num_rows, dataset.mean_chunk_bytes, mixing_chunks, node_bytes // 2)
     return lanes, mixing_chunks
 
 

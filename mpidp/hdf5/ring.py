@@ -44,6 +44,11 @@ class BatchRing:
         return Rows(leased, np.empty(count, np.int64))
 
     @property
+    def batch_bytes(self) -> int:
+        """Bytes of the largest batch."""
+        return self._most_rows * sum(field.row_bytes for field in self._fields)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the memory that is in use or waiting, as long as nobody keeps batches."""
         return (self._depth + 1) * self._most_rows * sum(field.row_bytes for field in self._fields)

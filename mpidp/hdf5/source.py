@@ -17,6 +17,8 @@ from mpidp.hdf5.prefetch import Prefetcher
 from mpidp.hdf5.ring import BatchRing
 from mpidp.hdf5.steps import Share, step_rows
 
+INLINE_BYTES = 2**20
+
 Mode = Literal["stream", "node", "store", "stage"]
 
 
@@ -41,7 +43,9 @@ class FileSource:
 
     def steps(self, order: Order, share: Share, use: Resources) -> Stretch:
         """Return the steps of `share`, without end."""
-        return Prefetcher(partial(assemble, self._selection, order, share, self._ring, use), self._depth)
+        made = partial(assemble, self._selection, order, share, self._ring, use)
+        # Handing a small batch from thread to thread costs more than making it of rows that are decoded already.
+        return made() if self._ring.batch_bytes <= INLINE_BYTES else Prefetcher(made, self._depth)
 
     def renew(self, ring: BatchRing) -> None:
         """Go on with other shares: ranks have died."""
@@ -92,6 +96,8 @@ class MemorySource:
 
     def steps(self, order: Order, share: Share, use: Resources) -> Stretch:
         """Return the steps of `share`, without end."""
+        if self._depth and self._ring.batch_bytes <= INLINE_BYTES:
+            return self._fetched(order, share, False)
         if self._depth:
             return Prefetcher(partial(self._fetched, order, share, False), self._depth)
         return self._fetched(order, share, True)
