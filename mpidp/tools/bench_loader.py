@@ -39,13 +39,14 @@ _CHECKED_ROWS = 16
 
 @dataclass(frozen=True)
 class Side:
-    """One way to read `rows` rows: `run` does it once."""
+    """One way to read `rows` rows: `run` does it once; `rest` ends what goes on in the background, untimed."""
 
     name: str
     rows: int
     row_bytes: int
     run: Callable[[], None]
     chunks_per_batch: float | None = None
+    rest: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -116,9 +117,9 @@ def _sides(
         order = cast(Shuffle, shuffle)  # the loader says which there are
         loader = HDF5Loader(path, options.fields, options.global_batch, shuffle=order, threads=threads)
         stack.callback(loader.close)
-        run = _passes(partial(_endless, loader), rows, dataset, path)
+        run = _passes(partial(_endless, loader), options.samples, dataset, path)
         mixed = chunks_in_a_batch(loader.order) if shuffle == "lanes" else None
-        sides.append(Side(f"mpidp {shuffle}", rows, dataset.row_bytes, run, mixed))
+        sides.append(Side(f"mpidp {shuffle}", options.samples, dataset.row_bytes, run, mixed, loader.stop))
     if options.against == "dataloader":
         sides += _baselines(options, dataset, path, rows, stack)
     return sides
@@ -158,13 +159,12 @@ def _endless(loader: HDF5Loader) -> Iterator[Any]:
 
 
 def _passes(make: Callable[[], Iterator[Any]], rows: int, dataset: DataSet, path: str) -> Callable[[], None]:
-    """Return what reads about `rows` rows, the next after those of the last call; the first batch is checked."""
-    batches = make()
+    """Return what reads about `rows` rows, the next after those of the last call; the very first batch is checked."""
     checked = False
 
     def run() -> None:
         nonlocal checked
-        done = 0
+        batches, done = make(), 0
         while done < rows:
             batch = next(batches)
             if not checked:
@@ -202,6 +202,7 @@ def _measure(sides: Sequence[Side], repeats: int, drop: str | None) -> dict[str,
             side.run()
             if repeat >= 0:
                 times[side.name].append(_Time(time.perf_counter() - start_s, _cpu_s() - start_cpu_s))
+            side.rest()
     return times
 
 

@@ -84,7 +84,7 @@ class LoaderOptions:
     against: Literal["none", "dataloader"] = "none"
     """Time torch's DataLoader over h5py, in the usual forms, and h5py alone, in the same run."""
     samples: int = 120_000
-    """Samples that each side reads in a repeat, at most those of the file."""
+    """Samples of a repeat; mpidp goes on into the next epochs, the others read at most those of the file."""
     threads: int = 0
     """Threads of mpidp's loader; 0 for the cores of this process."""
     cold: bool = False
