@@ -129,7 +129,7 @@ def main() -> int:
     parser.add_argument("--mpi", choices=("mpich", "openmpi"), default="mpich", help="the MPI in that environment")
     parser.add_argument("--sizes", default="1,2,3,4", help="numbers of ranks for tests/mpi")
     parser.add_argument("--only", default="unit,mpi,faults,docs", help="which of the folders")
-    parser.add_argument("--timeout-s", type=float, default=900, help="seconds that one run may take")
+    parser.add_argument("--timeout-s", type=float, default=2400, help="seconds that one run may take")
     options, words = parser.parse_known_args()
     options.words = words
     sizes = [int(size) for size in options.sizes.split(",")]
