@@ -7,22 +7,13 @@ from typing import Annotated, Literal, TypeVar
 import tyro
 
 from mpidp.errors import ConfigError
+from mpidp.tools.names import Names
 
 BUFFER_ITEMSIZE = 4  # buffers are float32
 
 Options = TypeVar("Options", bound="AllreduceOptions | StepOptions | LoaderOptions")
 
 # Lists are one word with commas, as in --bytes=4096,1048576, so that options may come in any order.
-_Names = Annotated[
-    tuple[str, ...],
-    tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="NAME,NAME",
-        instance_from_str=lambda words: tuple(words[0].split(",")),
-        is_instance=lambda value: isinstance(value, tuple),
-        str_from_instance=lambda names: [",".join(names)],
-    ),
-]
 _Sizes = Annotated[
     tuple[int, ...],
     tyro.constructors.PrimitiveConstructorSpec(
@@ -41,7 +32,7 @@ class AllreduceOptions:
 
     sizes: Annotated[_Sizes, tyro.conf.arg(name="bytes")] = (4096, 1 << 20, 64 << 20)
     """Buffer sizes in bytes."""
-    reducers: _Names = ("auto", "node", "flat", "naive", "mpi", "copy")
+    reducers: Names = ("auto", "node", "flat", "naive", "mpi", "copy")
     """What to time: reducers, such as node or flat/bf16; mpi, the library's plain Allreduce; copy, the limit."""
     against: Literal["none", "gloo"] = "none"
     """Time torch.distributed's all_reduce over Gloo in the same run."""
@@ -57,7 +48,7 @@ class StepOptions:
 
     model: Literal["transformer", "mlp"] = "transformer"
     """Which model: 21 or 8.7 million parameters."""
-    reducers: _Names = ("null", "auto", "node", "flat")
+    reducers: Names = ("null", "auto", "node", "flat")
     """What to time: reducers, such as node or flat/bf16/overlap; plain, the model without a wrapper."""
     scale: int = 1
     """How many times the model's usual local batch each rank computes on."""
@@ -75,11 +66,11 @@ class LoaderOptions:
 
     file: tyro.conf.Positional[str]
     """The HDF5 file."""
-    fields: _Names = ("x", "y")
+    fields: Names = ("x", "y")
     """Its datasets."""
     global_batch: int = 256
     """Samples of a batch."""
-    shuffles: _Names = ("lanes", "full", "none")
+    shuffles: Names = ("lanes", "full", "none")
     """Orders of mpidp's loader to time."""
     against: Literal["none", "dataloader"] = "none"
     """Time torch's DataLoader over h5py, in the usual forms, and h5py alone, in the same run."""

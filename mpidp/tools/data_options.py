@@ -8,6 +8,7 @@ from typing import Annotated, Literal, TypeVar
 import tyro
 
 from mpidp.errors import ConfigError
+from mpidp.tools.names import Names
 
 Options = TypeVar("Options", bound="VerifyOptions | ConvertOptions | MakeOptions")
 
@@ -30,16 +31,6 @@ _Size = Annotated[
         instance_from_str=lambda words: parse_size(words[0]),
         is_instance=lambda value: isinstance(value, int),
         str_from_instance=lambda size: [str(size)],
-    ),
-]
-_Names = Annotated[
-    tuple[str, ...],
-    tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="NAME,NAME",
-        instance_from_str=lambda words: tuple(words[0].split(",")),
-        is_instance=lambda value: isinstance(value, tuple),
-        str_from_instance=lambda names: [",".join(names)],
     ),
 ]
 
@@ -93,7 +84,7 @@ class ConvertOptions(Written):
 
     paths: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE ... TARGET")] = ()
     """What to convert, and last the HDF5 file to write."""
-    fields: _Names = ()
+    fields: Names = ()
     """HDF5 and .npz: only these datasets."""
     shuffle_rows: int | None = None
     """Write the rows in a random order that follows from this seed, the same for all datasets."""
@@ -105,7 +96,7 @@ class ConvertOptions(Written):
     """Images: bring all to grey (L), RGB or RGBA."""
     label: str | None = None
     """CSV: the column that becomes y. Words become numbers; their names are kept in y_classes."""
-    columns: _Names = ()
+    columns: Names = ()
     """CSV: the columns of x; all but the label if not given."""
     dtype: Literal["float32", "float64"] = "float32"
     """CSV: the type of x."""

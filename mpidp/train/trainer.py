@@ -65,7 +65,7 @@ class Trainer:
         self.world = world
         check_same(world, [*to_toml(config).splitlines(), f"resume {resume}"], "the configurations")
         self.survivors = Survivors(world, config.train.min_ranks) if config.train.fault_tolerance == "shrink" else None
-        torch.set_num_threads(choose_threads(config.train.threads, os.environ, _cores_per_rank(world)))
+        torch.set_num_threads(choose_threads(config.train.threads, os.environ, world.cores))
         if config.train.threads:  # of others init has warned
             warn_of_cores(world.comm, world.host, config.train.threads, stacklevel=2)
         with world.status.during("open the data", is_long=True):  # copying it to a node may take its time
@@ -309,10 +309,3 @@ def choose_threads(configured: int, environment: Mapping[str, str], cores_per_ra
     """CPU threads of one rank: the run file's number, else OMP_NUM_THREADS, else this rank's share of the cores."""
     asked = environment.get("OMP_NUM_THREADS", "")
     return configured or (int(asked) if asked.isdigit() and int(asked) else cores_per_rank)
-
-
-def _cores_per_rank(world: World) -> int:
-    """This rank's share of the cores it may use; ranks of a node share one mask, or have disjoint ones."""
-    cores = frozenset(os.sched_getaffinity(0))
-    sharing = world.node_comm.allgather(cores).count(cores)
-    return max(1, len(cores) // sharing)
