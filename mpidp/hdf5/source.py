@@ -3,7 +3,7 @@
 Where rows come from never changes which samples form a step. A source serves one stretch of steps at a time.
 """
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from functools import partial
 from typing import Literal, Protocol
 
@@ -32,8 +32,16 @@ class Stretch(Protocol):
         """End it; what was read ahead is dropped."""
 
 
+def _by_thread_if_large(made: Callable[[], Generator[Assembled, None, None]], ring: BatchRing, depth: int) -> Stretch:
+    """Return the steps of `made`, put together `depth` steps ahead by a thread where batches are large.
+
+    Handing a small batch from thread to thread costs more than making it of rows that are decoded already.
+    """
+    return made() if ring.batch_bytes <= INLINE_BYTES else Prefetcher(made, depth)
+
+
 class FileSource:
-    """Rows read from the files, `depth` steps ahead, by threads."""
+    """Rows read from the files, decoded ahead by threads."""
 
     def __init__(self, selection: Selection, ring: BatchRing, depth: int, line: str) -> None:
         self.line = line
@@ -44,8 +52,7 @@ class FileSource:
     def steps(self, order: Order, share: Share, use: Resources) -> Stretch:
         """Return the steps of `share`, without end."""
         made = partial(assemble, self._selection, order, share, self._ring, use)
-        # Handing a small batch from thread to thread costs more than making it of rows that are decoded already.
-        return made() if self._ring.batch_bytes <= INLINE_BYTES else Prefetcher(made, self._depth)
+        return _by_thread_if_large(made, self._ring, self._depth)
 
     def renew(self, ring: BatchRing) -> None:
         """Go on with other shares: ranks have died."""
@@ -76,7 +83,7 @@ class Memory(Protocol):
 
 
 class MemorySource:
-    """Rows fetched from memory: `depth` steps ahead by a thread, or with 0 by the thread that takes the steps.
+    """Rows fetched from memory, by any thread up to `depth` steps ahead, or with 0 by the one that takes the steps.
 
     In the latter case the rows of the next step are asked for before this one is handed out, so that they may
     travel while it is computed.
@@ -96,11 +103,8 @@ class MemorySource:
 
     def steps(self, order: Order, share: Share, use: Resources) -> Stretch:
         """Return the steps of `share`, without end."""
-        if self._depth and self._ring.batch_bytes <= INLINE_BYTES:
-            return self._fetched(order, share, False)
-        if self._depth:
-            return Prefetcher(partial(self._fetched, order, share, False), self._depth)
-        return self._fetched(order, share, True)
+        made = partial(self._fetched, order, share, self._depth == 0)
+        return made() if self._depth == 0 else _by_thread_if_large(made, self._ring, self._depth)
 
     def renew(self, ring: BatchRing) -> None:
         """Go on with other shares: ranks have died. Rows spread over all ranks are lost then."""
