@@ -1,0 +1,103 @@
+"""A model comes in; what the checks of a run cost it, at their defaults, goes out.
+
+Usage: mpiexec -n RANKS python benchmarks/safety_cost.py [--model transformer] [--steps 25] [--blocks 40]
+
+Blocks of training steps take turns: some with what a run does for safety, the comparison of parameters and optimizer
+state over ranks and the agreement on stopping, the others without. Prints, from rank 0, the median step of both sides;
+the median over pairs of neighbouring blocks of how much longer one with them took, and its quartiles; the time that is
+spent inside their calls, waits for slower ranks included; and the processor time of the watchdog's thread.
+"""
+
+import argparse
+import statistics
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+import mpidp
+from mpidp.tools.workloads import MODELS, Workload, make_workload
+from mpidp.train.parallel import DataParallel
+from mpidp.train.replicas import ReplicaCheck
+from mpidp.train.stop import StopSignal
+from mpidp.world.world import World
+
+
+class Training:
+    """A model in training, the same with and without the checks. Construction is collective."""
+
+    def __init__(self, workload: Workload, world: World):
+        self.world, self.workload = world, workload
+        self.model = DataParallel(workload.module, world)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
+        self.replicas = ReplicaCheck(self.model, self.optimizer)
+        self.stop = StopSignal(world)
+        self.inside_s = 0.0
+
+    def step(self, is_checked: bool) -> None:
+        """One step of the optimizer, as the trainer takes it. Collective."""
+        self.workload.loss(self.model).backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if is_checked:
+            start = time.perf_counter()
+            self.replicas.check()
+            self.stop.agreed()
+            self.inside_s += time.perf_counter() - start
+
+    def block(self, steps: int, is_checked: bool) -> float:
+        """Seconds a step, in so many."""
+        self.world.comm.Barrier()
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.step(is_checked)
+        self.world.comm.Barrier()
+        return (time.perf_counter() - start) / steps
+
+    def close(self) -> None:
+        """Gives everything back. Collective."""
+        self.replicas.close()
+        self.stop.close()
+
+
+def watchdog_cpu_s() -> float:
+    """Processor seconds of the watchdog's thread so far; a single rank has none."""
+    threads = [thread.native_id for thread in threading.enumerate() if thread.name == "mpidp-watchdog"]
+    schedules = [Path(f"/proc/self/task/{thread}/schedstat").read_text() for thread in threads]
+    return sum(int(schedule.split()[0]) / 1e9 for schedule in schedules)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", choices=sorted(MODELS), default="transformer")
+    parser.add_argument("--scale", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--blocks", type=int, default=40)
+    options = parser.parse_args()
+    world = mpidp.init()
+    training = Training(make_workload(options.model, options.scale, world), world)
+    for is_checked in (True, False):
+        training.block(options.steps, is_checked)
+    training.inside_s = 0.0
+    start, cpu_s = time.perf_counter(), watchdog_cpu_s()
+    sides: dict[bool, list[float]] = {True: [], False: []}
+    for number in range(options.blocks):  # with, without, without, with: a drift of the machine is on both sides
+        for is_checked in (True, False) if number % 2 == 0 else (False, True):
+            sides[is_checked].append(training.block(options.steps, is_checked))
+    share = (watchdog_cpu_s() - cpu_s) / (time.perf_counter() - start)
+    inside_s = training.inside_s / (options.blocks * options.steps)
+    training.close()
+    if world.rank == 0:
+        more = statistics.quantiles([with_s / without_s - 1 for with_s, without_s in zip(*sides.values(), strict=True)])
+        step_s = statistics.median(sides[False])
+        print(f"{options.model}, {world.size} ranks, {options.blocks} pairs of {options.steps} steps")
+        print(f"a step: {statistics.median(sides[True]) * 1e3:.3f} ms with checks, {step_s * 1e3:.3f} ms without")
+        print(f"longer with checks: {more[1]:+.2%} (quartiles {more[0]:+.2%} to {more[2]:+.2%})")
+        print(f"inside their calls: {inside_s * 1e6:.0f} us a step, {inside_s / step_s:.2%}")
+        print(f"watchdog's thread: {share:.4%} of one core")
+
+
+if __name__ == "__main__":
+    main()
