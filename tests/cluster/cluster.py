@@ -58,6 +58,13 @@ def hosts_down() -> None:
     _hosts_script("down")
 
 
+def mpiexec(ranks_per_host: Sequence[int]) -> list[str]:
+    """The words that start processes on the hosts: `(3, 1)` is three on the first and one on the second."""
+    places = ",".join(f"{HOST_PREFIX}{number}:{count}" for number, count in enumerate(ranks_per_host, start=1))
+    launcher = ["-launcher", "rsh", "-launcher-exec", str(HOST_SHELL)]
+    return [str(MPIEXEC), "-iface", BRIDGE, *launcher, "-hosts", places]
+
+
 def run_on_hosts(
     arguments: Sequence[str | Path | int],
     hosts: int = MAX_HOSTS,
@@ -82,7 +89,7 @@ def run_on_hosts(
         JobFailedError: the exit code was not 0 (with `check`), or the job did not end in time.
     """
     counts = [ranks_per_host] * hosts if isinstance(ranks_per_host, int) else list(ranks_per_host)
-    command = [*_mpiexec(counts), *map(str, arguments)]
+    command = [*mpiexec(counts), "-n", str(sum(counts)), *map(str, arguments)]
     variables = os.environ | ENVIRONMENT | dict(environment or {})
     # Files, not pipes: a pipe ends only with the last process that holds it, which may be one that hangs.
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
@@ -100,12 +107,6 @@ def run_on_hosts(
         what = f"did not end within {timeout_s:g} s" if code is None else f"ended with exit code {code}"
         raise JobFailedError(f"{' '.join(command)}\n{what}\n-- stdout\n{texts[0]}\n-- stderr\n{texts[1]}")
     return subprocess.CompletedProcess(command, code, *texts)
-
-
-def _mpiexec(counts: Sequence[int]) -> list[str]:
-    places = ",".join(f"{HOST_PREFIX}{number}:{count}" for number, count in enumerate(counts, start=1))
-    launcher = ["-launcher", "rsh", "-launcher-exec", str(HOST_SHELL)]
-    return [str(MPIEXEC), "-iface", BRIDGE, *launcher, "-hosts", places, "-n", str(sum(counts))]
 
 
 def _kill(process: subprocess.Popen[bytes], hosts: int) -> None:

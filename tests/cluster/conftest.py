@@ -1,14 +1,20 @@
-"""Nothing in; the hosts of hosts.sh are up during the tests of this folder, and gone after them."""
+"""Nothing in; the hosts of hosts.sh are up during the tests of this folder, and gone after them.
+
+What tests/faults has for jobs that fail is used here, too, with a launcher that starts them on the hosts.
+"""
 
 import fcntl
 import os
+import shlex
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from cluster import hosts_down, hosts_up, missing
+from cluster import ENVIRONMENT, FOLDER, hosts_down, hosts_up, missing, mpiexec
 
+sys.path.insert(0, str(FOLDER.parent / "faults"))
 LOCK = Path(tempfile.gettempdir()) / "mpidp_hosts.lock"
 
 
@@ -27,3 +33,14 @@ def hosts() -> Iterator[None]:
             give_up(f"four-host tests: {error}")
         yield
         hosts_down()
+
+
+@pytest.fixture
+def use_hosts(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[int]], None]:
+    """Called with the ranks of each host, makes the jobs that follow run there (`jobs.launch` of tests/faults)."""
+
+    def use(ranks_per_host: Sequence[int]) -> None:
+        for name, value in (ENVIRONMENT | {"MPIEXEC": shlex.join(mpiexec(ranks_per_host))}).items():
+            monkeypatch.setenv(name, value)
+
+    return use

@@ -1,4 +1,7 @@
-"""The name of a case on the page about failures comes in; the program that shows it goes out."""
+"""The name of a case on the page about failures comes in; the program that shows it goes out.
+
+It is a training whose rank FAILS does what the case says, in a step or between two.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,14 @@ import os, signal, sys, threading, time
 import torch
 import mpidp
 
+FAILS = {rank}
+
 def load():
     time.sleep(600)
+
+def spin():
+    while True:
+        pass
 
 world = mpidp.init(stall_warning_s={warning}, stall_abort_s={abort})
 model = mpidp.DataParallel(torch.nn.Linear(4, 2), world, {options})
@@ -17,7 +26,7 @@ replicas = mpidp.ReplicaCheck(model, optimizer, every_steps=4, on_mismatch="{act
 
 def batches():
     for number in range(40):
-        if number == 3 and world.rank == 1:
+        if number == 3 and world.rank == FAILS:
             {data}
         yield torch.ones(8, 4)
 
@@ -26,7 +35,7 @@ for x in model.batches(batches()):
     optimizer.step()
     optimizer.zero_grad()
     replicas.check()
-    if world.status.step == 5 and world.rank == 1:
+    if world.status.step == 5 and world.rank == FAILS:
         {step}
 world.barrier()
 """
@@ -53,6 +62,6 @@ CASES: dict[str, tuple[dict[str, str], int | None]] = {
 DEFAULTS = {"data": "pass", "step": "pass", "options": "", "action": "stop", "warning": "1.0", "abort": "4.0"}
 
 
-def program(case: str) -> str:
-    """The program of a case."""
-    return LOOP.format(**{**DEFAULTS, **CASES[case][0]})
+def program(case: str, rank: int = 1, **changes: str) -> str:
+    """The program of a case, in which `rank` is the one that fails; `changes` are laid over what the case says."""
+    return LOOP.format(rank=rank, **{**DEFAULTS, **CASES[case][0], **changes})
