@@ -1,0 +1,151 @@
+"""Nothing in; how each command of the pages is run, or why it is not, goes out.
+
+A command that is not here makes `test_commands.py` fail. Prefer `Run`; `Elsewhere` where a test has what it needs.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from page_commands import ROOT, commands
+
+
+@dataclass(frozen=True)
+class Run:
+    """Run here, in the order of the page.
+
+    Attributes:
+        shows: must be in its output; `{}` stands for anything.
+        instead: parts of the command and what they are here: placeholders, and settings that take minutes.
+        code: the exit code.
+    """
+
+    shows: str
+    instead: tuple[tuple[str, str], ...] = ()
+    code: int = 0
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Run by another test, FILE::NAME, or by a line of .ci/run."""
+
+    test: str
+
+
+@dataclass(frozen=True)
+class NotHere:
+    """Run by no test, and why."""
+
+    reason: str
+
+
+REGISTRY = NotHere("needs a package registry; `make venv` installs what it names, from setup.cfg")
+MODULES = NotHere("a site's modules")
+SLURM_PAGES = "tests/slurm/test_pages.py"
+SHRINK = "tests/faults/test_shrink.py::test_the_others_go_on"
+DATA_PAGE = "tests/faults/test_data_page.py::test_every_command_runs_as_written"
+STRANGE_TEXT = "There are not enough slots available in the system to satisfy the 4 slots"
+
+# What a page takes for granted.
+BEFORE = {
+    "README.md": [f"ln -s {sys.prefix} .venv"],
+    "docs/checkpoints.md": ["mpidp train jobs/digits.toml --train.epochs=1"],
+    "docs/doctor.md": [f"echo '{STRANGE_TEXT}' >slurm-train-77.out"],
+}
+
+TABLE: dict[str, dict[str, Run | Elsewhere | NotHere]] = {
+    "README.md": {
+        "make demo": Run("Everything is in runs/digits.", (("make", "make -o .venv/installed"),)),
+        "make test": Elsewhere(".ci/run::make test"),
+        "mpidp train jobs/digits.toml --help": Run("--optimizer.lr {} 0.003"),
+        "mpiexec -n 4 mpidp train jobs/digits.toml --train.epochs=30 --optimizer.lr=1e-3": Run(
+            "Trained 46 steps on 4 ranks", (("epochs=30", "epochs=2"),)
+        ),
+        "mpiexec -n 3 mpidp train jobs/digits.toml --resume runs/digits": Run(
+            "resumed from runs/digits/checkpoints/step_00000345: step 345 {} Trained 23 steps on 3 ranks",
+            (("runs/digits", "runs/digits --train.epochs=16"),),  # the demo has ended
+        ),
+        "mpidp train jobs/digits.toml --dry-run --ranks 64": Run("64 ranks"),
+        "mpidp data inspect data/digits.h5": Run("data/digits.h5"),
+        "mpidp checkpoint verify runs/digits": Run("runs/digits/checkpoints/step_{}: whole"),
+        "mpidp doctor data/digits.h5": Run("OK    data {} data/digits.h5: {} 0 FAIL"),
+        "sbatch jobs/multi_node.sbatch jobs/digits.toml": Elsewhere(f"{SLURM_PAGES}::test_the_readme"),
+        "mpidp submit jobs/digits.toml --nodes 2 --gpus-per-node 4 --time 4:00:00 --requeue --dry-run": Run(
+            "#SBATCH --nodes=2 {} #SBATCH --gpus-per-node=4 {} #SBATCH --requeue {} srun -K --mpi=pmi2"
+        ),
+        "mpidp status runs/digits": Run("state: {} done; {} step: {} 368 of 368"),
+        "mpiexec --with-ft ulfm": Elsewhere(SHRINK),
+        "mpiexec -n 4 python jobs/own_loop.py": Run("epoch 5: loss 0."),
+        "python jobs/own_loop.py": Run("epoch 5: loss 0."),
+        "module load ...; pip install '.[codecs]'": MODULES,
+    },
+    "docs/checkpoints.md": {
+        "mpidp checkpoint list runs/digits": Run("step_00000023"),
+        "mpidp checkpoint verify runs/digits": Run("step_00000023: whole"),
+        "mpidp checkpoint export runs/digits": Run("model.pt: model of runs/digits/checkpoints/step_00000023"),
+        "mpidp checkpoint export runs/digits --format safetensors --optimizer --output digits.safetensors": Run(
+            "digits.safetensors: model and optimizer of runs/digits/checkpoints/step_00000023"
+        ),
+        "mpidp train RUN.toml --resume runs/<name>": Run(
+            "resumed from runs/digits/checkpoints/step_00000023",
+            (("RUN.toml", "jobs/digits.toml"), ("<name>", "digits --train.epochs=2")),
+        ),
+        "pip install 'mpidp[safetensors]'": REGISTRY,
+        "tests/faults/chaos_checkpoint.py --points 300 --flips 50 --seed S": Elsewhere(
+            "tests/faults/test_checkpoint_faults.py::test_kills_and_damage_at_random_points"
+        ),
+    },
+    "docs/cluster.md": {
+        "git clone <this repository> mpidp && cd mpidp": NotHere("the tests run in such a clone"),
+        "module load python openmpi": MODULES,
+        "python3 -m venv .venv && source .venv/bin/activate": Run(
+            "/new/bin/python", ((".venv", "new"), ("activate", "activate && command -v python"))
+        ),
+        "pip install .": NotHere("needs a package registry; tests/unit/test_package.py installs the wheel without one"),
+        "mpidp train jobs/digits.toml --dry-run --ranks 8": Elsewhere(f"{SLURM_PAGES}::test_ten_lines"),
+        "srun --mpi=list": Elsewhere(f"{SLURM_PAGES}::test_ten_lines"),
+        "mpidp submit jobs/digits.toml --nodes 2 --gpus-per-node 4 --time 1:00:00 --mpi pmix --requeue "
+        '--setup "module load python openmpi" --dry-run': Elsewhere(f"{SLURM_PAGES}::test_ten_lines"),
+        "mpidp submit ... (the same, without --dry-run)": Elsewhere(f"{SLURM_PAGES}::test_ten_lines"),
+        "mpidp status": Elsewhere(f"{SLURM_PAGES}::test_ten_lines"),
+        "tail -f slurm-digits-4711.out": Elsewhere(f"{SLURM_PAGES}::test_ten_lines"),
+        "mpidp submit --dry-run": Run(
+            "#SBATCH --ntasks-per-node=4", (("submit", "submit jobs/digits.toml --ranks-per-node 4"),)
+        ),
+        "make slurm": Elsewhere(".ci/run::CI=true make slurm"),
+        "scancel --signal=USR2 JOB": Elsewhere("tests/slurm/test_templates.py::test_array"),
+        "touch runs/digits/STOP": Elsewhere("tests/faults/test_preemption.py::test_a_file_stops_the_run_once"),
+        "srun -K": Elsewhere("tests/slurm/test_srun.py::test_the_exit_code_of_a_rank_that_fails"),
+    },
+    "docs/data.md": {
+        # That test takes the fenced ones from the page itself.
+        **{
+            command.text: Elsewhere(DATA_PAGE)
+            for command in commands((ROOT / "docs/data.md").read_text())
+            if command.output or command.text.startswith("mpiexec")
+        },
+        "mpidp data COMMAND --help": Run("--shuffle-rows", (("COMMAND", "convert"),)),
+        "pip install 'mpidp[images]'": REGISTRY,
+        "pip install 'mpidp[compression]'": REGISTRY,
+    },
+    "docs/doctor.md": {
+        "mpidp doctor data/digits.h5": Run("OK    data {} data/digits.h5"),
+        "mpiexec -n 4 mpidp doctor": Run("OK    launch {} started 4 ranks, 4 on this node; MPI has understood it"),
+        "mpidp doctor --probe": Run("probe.copy {} probe.step {} probe.checkpoint"),
+        "mpidp doctor --markdown": Run("### mpidp doctor {} | OK | `versions` |"),
+        "mpidp doctor --json": Run('{"format": 1, "level": {} "ranks": [{'),
+        "mpidp doctor --log slurm-train-77.out": Run("FAIL  text.slots", code=3),
+        "srun --mpi=...": Elsewhere("tests/slurm/test_srun.py::test_they_do_not"),
+        "mpidp doctor --log FILE": Run("FAIL  text.slots", (("FILE", "slurm-train-77.out"),), code=3),
+    },
+    "docs/fault_tolerance.md": {"mpiexec --with-ft ulfm -n 4 mpidp train run.toml": Elsewhere(SHRINK)},
+    "docs/loader.md": {
+        "pip install 'mpidp[codecs]'": REGISTRY,
+        "mpidp data inspect FILE": Run("data/digits.h5", (("FILE", "data/digits.h5"),)),
+        "mpidp bench loader FILE --against dataloader": Run(
+            "h5py", (("FILE", "data/digits.h5 --samples 300 --repeats 1 --shuffles lanes"),)
+        ),
+    },
+    "docs/structure.md": {"make lint": Elsewhere(".ci/run::make lint")},
+}
