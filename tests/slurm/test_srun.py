@@ -1,5 +1,6 @@
 """`srun` and the MPI library: what works, and what is said when they do not speak the same language (Behaviour 37)."""
 
+import json
 from pathlib import Path
 
 from cluster import Cluster
@@ -28,3 +29,26 @@ def test_the_exit_code_of_a_rank_that_fails(cluster: Cluster, workplace: Path) -
     code = "import mpidp; world = mpidp.init(); 1 / (world.rank - 3); world.barrier()"
     output = cluster.run("srun", "-K", "--mpi=pmi2", *ALLOCATION, "python", "-c", code, cwd=workplace, check=False)
     assert "[rank 3 of 4 on " in output and "ZeroDivisionError" in output
+
+
+def test_doctor_compares_nodes(cluster: Cluster, workplace: Path) -> None:
+    """Behaviour 46: one report on the ranks of both nodes; launcher and MPI library understand each other."""
+    words = ("--mpi=pmi2", "-N2", "-n2", "python", "-m", "mpidp", "doctor", "data/digits.h5", "--json")
+    (line,) = cluster.run("srun", *words, cwd=workplace).splitlines()
+    report = json.loads(line)
+    findings = {finding["code"]: finding for finding in report["findings"]}
+    assert [rank["system"]["host"] for rank in report["ranks"]] == ["n1", "n2"]
+    assert [(rank["launch"]["rank"], rank["mpi"]["size"]) for rank in report["ranks"]] == [(0, 2), (1, 2)]
+    assert findings["launch"]["text"] == "Slurm's srun started 2 ranks; MPI has understood it"
+    assert "nodes 2, tasks of the step 2" in findings["slurm"]["text"]
+    assert "the clock of n2 differs from that of n1 by" in findings["job.clocks"]["text"]
+    assert not [finding for finding in report["findings"] if finding["level"] == "FAIL"]
+
+
+def test_doctor_says_why_ranks_are_alone(cluster: Cluster, workplace: Path) -> None:
+    """Behaviours 37, 46: once, with the right command; the exit code is the step's."""
+    text = 'srun --mpi=none -N2 -n2 python -m mpidp doctor data/digits.h5; echo "code $?"'
+    output = cluster.run("bash", "-c", text, cwd=workplace)
+    assert output.count("FAIL  launch.size") == 1 and "every process would train alone" in output, output
+    assert "fix: srun --mpi=pmi2 ...; srun --mpi=list says what Slurm has" in output
+    assert "code 3" in output.splitlines(), output
