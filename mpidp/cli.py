@@ -37,6 +37,7 @@ commands:
         [--print-config]                     print the effective configuration; no MPI
   submit RUN.toml --nodes N [OPTIONS]        write a batch script for Slurm and submit it; --dry-run prints it; no MPI
   status [RUN_FOLDER]                        how far a run is, or all in runs/, and what Slurm says of it; no MPI
+  report RUN_FOLDER ... [--output FILE]      write a page about runs: curves, times, settings; no MPI
   data inspect FILE                          describe an HDF5 file as the loader sees it, with advice
   data verify FILE ... [--json]              read and decode everything; alone or on all ranks
   data convert SOURCE ... TARGET             write .npy, .npz, images, CSV or HDF5 as fast HDF5; on all cores
@@ -315,6 +316,21 @@ def _status(words: list[str]) -> int:
     return DONE
 
 
+def _report(words: list[str]) -> int:
+    if not launch_facts(os.environ).speaks:
+        return DONE  # one process answers for all
+    from mpidp.tools.report_options import parse
+
+    try:
+        options = parse(words)
+    except SystemExit as end:
+        return _parser_code(end)
+    from mpidp.tools.report import report
+
+    _say(report(options.runs, options.output))
+    return DONE
+
+
 def _train_together(words: list[str]) -> int:
     """Train as one of many ranks: a run file that a single rank cannot read must not leave the others waiting."""
     signals.watch()
@@ -417,6 +433,7 @@ _COMMANDS: dict[str, Command] = {
     "data": _data,
     "submit": _submit,
     "status": _status,
+    "report": _report,
     "checkpoint": _checkpoint,
     "bench": _bench,
 }

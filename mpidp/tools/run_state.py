@@ -57,7 +57,7 @@ def read_run(path: Path) -> RunState:
     Raises:
         ConfigError: no run folder, or one that cannot be read.
     """
-    starts = _starts(path)
+    starts = read_starts(path)
     last = starts[-1]
     now = time.time()
     trained = _last_record(path / "metrics.jsonl", "train")
@@ -83,9 +83,16 @@ def read_run(path: Path) -> RunState:
     )
 
 
-def _starts(path: Path) -> list[dict[str, Any]]:
+def read_starts(path: Path) -> list[dict[str, Any]]:
+    """What `env.json` says of each start of a run, the first one first; at least one.
+
+    Raises:
+        ConfigError: no run folder, or one that cannot be read.
+    """
     try:
         starts: list[dict[str, Any]] = json.loads((path / "env.json").read_text())
+        if not (isinstance(starts, list) and starts and all(isinstance(start, dict) for start in starts)):
+            raise ValueError("env.json is no list of starts")
         tomllib.loads((path / "config.toml").read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is not the folder of a run, or is just being made: {error}") from error

@@ -135,7 +135,13 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize(
-    "words", [["submit", "run.toml", "--ranks-per-node=4", "--dry-run"], ["submit", "--help"], ["status", "--help"]]
+    "words",
+    [
+        ["submit", "run.toml", "--ranks-per-node=4", "--dry-run"],
+        ["submit", "--help"],
+        ["status", "--help"],
+        ["report", "--help"],
+    ],
 )
 def test_a_login_node_needs_neither_torch_nor_mpi(run_file: str, words: list[str]) -> None:
     """Behaviour 40."""

@@ -1,0 +1,146 @@
+"""Runs enter, the panels of a report leave: what is drawn over the steps, in which unit, and what happened when."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mpidp.tools.report_run import Run, Series
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of a panel.
+
+    Attributes:
+        run: index of its run.
+        what: which of a run's lines in this panel it is, in a word.
+        number: the same as an index.
+        series: what is drawn, in the panel's unit.
+        is_evaluation: whether its points are far apart, one an epoch.
+    """
+
+    run: int
+    what: str
+    number: int
+    series: Series
+    is_evaluation: bool
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes, and a row of the table of numbers for each curve.
+
+    Attributes:
+        title: what is shown.
+        label: of the vertical axis, with its unit.
+        curves: at least one.
+        from_zero: whether the vertical axis begins at 0.
+        may_be_log: whether a logarithmic axis suits values of several orders of magnitude.
+        style: format of a value in tables.
+    """
+
+    title: str
+    label: str
+    curves: tuple[Curve, ...]
+    from_zero: bool = False
+    may_be_log: bool = False
+    style: str = ".5g"
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that marks the curves of a run.
+
+    Attributes:
+        step: optimizer steps done before it.
+        kind: "restart" or "ranks lost".
+        text: what happened.
+    """
+
+    step: int
+    kind: str
+    text: str
+
+
+# Kind and key of a record, the curve's name in its panel, and the factor to the panel's unit.
+_Source = tuple[str, str, str, float]
+_PANELS: tuple[tuple[Panel, tuple[_Source, ...]], ...] = (
+    (
+        Panel("Loss", "loss", (), may_be_log=True),
+        (("train", "loss", "training", 1), ("validation", "loss", "held out", 1)),
+    ),
+    (
+        Panel("Accuracy", "accuracy (%)", (), style=".2f"),
+        (("train", "accuracy", "training", 100), ("validation", "accuracy", "held out", 100)),
+    ),
+    (Panel("Learning rate", "learning rate", (), from_zero=True), (("train", "lr", "first parameter group", 1),)),
+    (
+        Panel("Speed", "samples/s, all ranks", (), from_zero=True, style=",.1f"),
+        (("train", "samples_per_s", "training", 1),),
+    ),
+    (
+        Panel("Memory of rank 0", "peak so far (GiB)", (), from_zero=True, style=".3f"),
+        (
+            ("train", "memory_bytes.host", "host", 2**-30),
+            ("train", "memory_bytes.device", "GPU, held by torch", 2**-30),
+        ),
+    ),
+)
+
+
+def panels(runs: Sequence[Run]) -> list[Panel]:
+    """The panels for which any run has recorded something."""
+    made = []
+    for panel, sources in _PANELS:
+        curves = tuple(
+            Curve(index, what, number, _scaled(series, factor), kind == "validation")
+            for index, run in enumerate(runs)
+            for number, (kind, key, what, factor) in enumerate(sources)
+            if (series := run.series(kind, key)) is not None
+        )
+        if curves:
+            made.append(dataclasses.replace(panel, curves=curves))
+    return made
+
+
+def events(run: Run) -> list[Event]:
+    """Restarts and losses of ranks, in the order of their steps."""
+    found = []
+    for number, start in enumerate(run.starts[1:], start=1):
+        if isinstance(step := start.get("first_step"), int):
+            ranks, nodes = start.get("ranks", "?"), start.get("nodes", "?")
+            text = f"started again on {_count(ranks, 'rank')}, {_count(nodes, 'node')}; before: {run.end(number - 1)}"
+            found.append(Event(step, "restart", text))
+    for record in run.records.get("loss_of_ranks", []):
+        lost = [f"rank {one.get('rank', '?')} ({one.get('host', '?')})" for one in record.get("lost", [])]
+        text = f"lost {', '.join(lost) or 'ranks'}; {_count(record.get('ranks', '?'), 'rank')} went on"
+        took_s = record.get("lost_s")
+        found.append(Event(record["step"], "ranks lost", text + (f" after {took_s:.3g} s" if took_s else "")))
+    return sorted(found, key=lambda event: event.step)
+
+
+def gaps(run: Run) -> list[str]:
+    """A sentence for each quantity that was not finite, and for a line that was half written."""
+    said = []
+    for kind in ("train", "validation"):
+        for key in ("loss", "accuracy", "lr", "samples_per_s"):
+            records = [record for record in run.records.get(kind, []) if key in record]
+            steps = [record["step"] for record in records if record[key] is None]
+            if steps:
+                said.append(
+                    f"{run.label}: {key} of {len(steps):,} of {len(records):,} records of kind {kind} was not finite "
+                    f"(NaN or infinite), first at step {steps[0]:,}; the curve has gaps there."
+                )
+    if run.is_cut:
+        said.append(f"{run.label}: the last line of metrics.jsonl is only half written, and left out.")
+    if run.trace is not None and run.trace.fault:
+        said.append(f"{run.label}: trace.json is left out: {run.trace.fault}.")
+    return said
+
+
+def _count(number: object, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _scaled(series: Series, factor: float) -> Series:
+    return series if factor == 1 else Series(series.steps, [value * factor for value in series.values])
