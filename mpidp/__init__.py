@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from mpidp import errors
 
 if TYPE_CHECKING:
-    from mpidp.hdf5.batch import Batch
-    from mpidp.hdf5.field import FieldSpec
+    from mpidp.hdf5.batches.batch import Batch
+    from mpidp.hdf5.decode.field import FieldSpec
     from mpidp.hdf5.loader import HDF5Loader
     from mpidp.train.parallel import DataParallel
     from mpidp.train.replicas import ReplicaCheck
@@ -34,9 +34,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Batch": "mpidp.hdf5.batch",
+    "Batch": "mpidp.hdf5.batches.batch",
     "DataParallel": "mpidp.train.parallel",
-    "FieldSpec": "mpidp.hdf5.field",
+    "FieldSpec": "mpidp.hdf5.decode.field",
     "HDF5Loader": "mpidp.hdf5.loader",
     "ReplicaCheck": "mpidp.train.replicas",
     "StopSignal": "mpidp.train.stop",

@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpidp.errors import DataError
-from mpidp.hdf5.batch import Batch
-from mpidp.hdf5.budget import choose_mixing, default_node_bytes, most_rows, resources, warnings_about
-from mpidp.hdf5.decoding import decoding, slow_paths
-from mpidp.hdf5.describe import Paths, absolute_paths
-from mpidp.hdf5.field import Fields, field_specs
-from mpidp.hdf5.make_batch import BatchMaker
+from mpidp.hdf5.batches.batch import Batch
+from mpidp.hdf5.batches.budget import choose_mixing, default_node_bytes, most_rows, resources, warnings_about
+from mpidp.hdf5.batches.make_batch import BatchMaker
+from mpidp.hdf5.batches.ring import BatchRing
+from mpidp.hdf5.batches.source import Mode, Stretch
+from mpidp.hdf5.batches.transform import BatchTransform, SampleTransform
+from mpidp.hdf5.decode.field import Fields, field_specs
+from mpidp.hdf5.files.describe import Paths, absolute_paths
 from mpidp.hdf5.modes import Source, check_mode, open_source
-from mpidp.hdf5.order import Order, Shuffle
+from mpidp.hdf5.order.order import Order, Shuffle
+from mpidp.hdf5.order.split import Part
+from mpidp.hdf5.order.steps import Share
 from mpidp.hdf5.preparation import check_agreed, check_batches, choose_threads, describe_together, from_root, select
-from mpidp.hdf5.ring import BatchRing
-from mpidp.hdf5.source import Mode, Stretch
-from mpidp.hdf5.split import Part
-from mpidp.hdf5.steps import Share
-from mpidp.hdf5.transform import BatchTransform, SampleTransform
+from mpidp.hdf5.rows.decoding import decoding, slow_paths
 from mpidp.world.memory import memory_limit
 
 if TYPE_CHECKING:

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, get_args
 
 from mpidp.errors import DataError
-from mpidp.hdf5.budget import Resources
-from mpidp.hdf5.order import Order
-from mpidp.hdf5.pieces import PieceReader, Selection
-from mpidp.hdf5.ring import BatchRing
-from mpidp.hdf5.source import FileSource, MemorySource, Mode, Stretch
-from mpidp.hdf5.steps import Share
+from mpidp.hdf5.batches.budget import Resources
+from mpidp.hdf5.batches.ring import BatchRing
+from mpidp.hdf5.batches.source import FileSource, MemorySource, Mode, Stretch
+from mpidp.hdf5.order.order import Order
+from mpidp.hdf5.order.steps import Share
+from mpidp.hdf5.rows.pieces import PieceReader, Selection
 
 if TYPE_CHECKING:
-    from mpidp.hdf5.staging import Staging
+    from mpidp.hdf5.staging.staging import Staging
     from mpidp.world.world import World
 
 
@@ -70,12 +70,12 @@ def open_source(
         return FileSource(selection, ring, depth, "read from the files as they are needed")
     # Importing these starts MPI, which planning a run on a login node must not.
     if mode == "stage":
-        from mpidp.hdf5.staging import Staging
+        from mpidp.hdf5.staging.staging import Staging
 
         return StagedSource(Staging(selection.dataset.paths, world, stage_folder), selection, ring, depth)
-    from mpidp.hdf5.contents import Contents
-    from mpidp.hdf5.node_memory import NodeMemory
-    from mpidp.hdf5.spread_memory import SpreadMemory
+    from mpidp.hdf5.memory.contents import Contents
+    from mpidp.hdf5.memory.node_memory import NodeMemory
+    from mpidp.hdf5.memory.spread_memory import SpreadMemory
 
     contents = Contents.of(selection)
     with closing(PieceReader(selection)) as reader:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from mpidp.hdf5.listing import DatasetInfo
+from mpidp.hdf5.files.listing import DatasetInfo
 from mpidp.tools.convert_plan import default_chunk_rows
 from mpidp.tools.table import size_text
 

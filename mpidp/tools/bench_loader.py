@@ -22,13 +22,13 @@ import numpy as np
 import torch
 
 from mpidp.errors import MpidpError
-from mpidp.hdf5.budget import chunks_in_a_batch
-from mpidp.hdf5.dataset import DataSet
-from mpidp.hdf5.decoding import decoding
-from mpidp.hdf5.describe import absolute_paths, describe
-from mpidp.hdf5.filters import inflater
+from mpidp.hdf5.batches.budget import chunks_in_a_batch
+from mpidp.hdf5.decode.filters import inflater
+from mpidp.hdf5.files.dataset import DataSet
+from mpidp.hdf5.files.describe import absolute_paths, describe
 from mpidp.hdf5.loader import HDF5Loader
-from mpidp.hdf5.order import Shuffle
+from mpidp.hdf5.order.order import Shuffle
+from mpidp.hdf5.rows.decoding import decoding
 from mpidp.tools.bench_options import LoaderOptions
 from mpidp.tools.loader_baselines import data_loader, one_row, whole_chunks
 from mpidp.tools.loader_ceiling import Ceiling

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mpidp.errors import ConfigError, DataError
-from mpidp.hdf5.file import open_file
-from mpidp.hdf5.write import write_file
+from mpidp.hdf5.files.file import open_file
+from mpidp.hdf5.write.write import write_file
 from mpidp.tools.convert_log import PartLog
 from mpidp.tools.convert_plan import Layout, Plan, Task, make_plan
 from mpidp.tools.convert_source import Source

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidp.errors import DataError
-from mpidp.hdf5.keyed import IntArray
+from mpidp.hdf5.order.keyed import IntArray
 from mpidp.tools.convert_source import Source, SourceField, Values, file_identity, is_run
 
 

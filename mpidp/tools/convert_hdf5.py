@@ -7,11 +7,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidp.errors import DataError
-from mpidp.hdf5.dangling import virtual_gaps
-from mpidp.hdf5.file import Facts, inspect, open_file
-from mpidp.hdf5.keyed import IntArray
-from mpidp.hdf5.listing import list_datasets
-from mpidp.hdf5.write import Template, holds_references, skipped_attributes
+from mpidp.hdf5.files.dangling import virtual_gaps
+from mpidp.hdf5.files.file import Facts, inspect, open_file
+from mpidp.hdf5.files.listing import list_datasets
+from mpidp.hdf5.order.keyed import IntArray
+from mpidp.hdf5.write.write import Template, holds_references, skipped_attributes
 from mpidp.tools.convert_source import Source, SourceField, Values, file_identity
 
 # Where there are no chunks, so much is read at a time.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from mpidp.errors import DataError
-from mpidp.hdf5.write import EncodedChunk
+from mpidp.hdf5.write.write import EncodedChunk
 
 FORMAT = 1
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mpidp.errors import ConfigError, DataError
-from mpidp.hdf5.keyed import check_seed
-from mpidp.hdf5.write_filters import parse_filters
+from mpidp.hdf5.order.keyed import check_seed
+from mpidp.hdf5.write.write_filters import parse_filters
 from mpidp.tools.convert import convert
 from mpidp.tools.convert_arrays import open_npy, open_npz
 from mpidp.tools.convert_csv import CsvSource

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from mpidp.errors import ConfigError, DataError
-from mpidp.hdf5.bijection import Bijection
-from mpidp.hdf5.keyed import IntArray
-from mpidp.hdf5.write import MOST_CHUNK_BYTES, NewDataset
-from mpidp.hdf5.write_filters import Filters
+from mpidp.hdf5.order.bijection import Bijection
+from mpidp.hdf5.order.keyed import IntArray
+from mpidp.hdf5.write.write import MOST_CHUNK_BYTES, NewDataset
+from mpidp.hdf5.write.write_filters import Filters
 from mpidp.tools.convert_source import Source, SourceField
 
 DEFAULT_CHUNK_BYTES = 512 << 10

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpidp.hdf5.keyed import IntArray
-from mpidp.hdf5.write import Template
+from mpidp.hdf5.order.keyed import IntArray
+from mpidp.hdf5.write.write import Template
 
 Values = dict[str, npt.NDArray[Any]]
 

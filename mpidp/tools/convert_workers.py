@@ -13,7 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context, parent_process
 
 from mpidp.errors import DataError
-from mpidp.hdf5.write import EncodedChunk, encode
+from mpidp.hdf5.write.write import EncodedChunk, encode
 from mpidp.tools.convert_plan import Plan, Task
 from mpidp.tools.convert_source import Source
 

@@ -7,9 +7,9 @@ import warnings
 from collections import defaultdict
 
 from mpidp.errors import DataError
-from mpidp.hdf5.dataset import DataSet
-from mpidp.hdf5.describe import absolute_paths, describe
-from mpidp.hdf5.listing import DatasetInfo, list_datasets
+from mpidp.hdf5.files.dataset import DataSet
+from mpidp.hdf5.files.describe import absolute_paths, describe
+from mpidp.hdf5.files.listing import DatasetInfo, list_datasets
 from mpidp.tools.advice import advice
 from mpidp.tools.amplification import Order, StoredField, amplification
 from mpidp.tools.loader_facts import loader_facts

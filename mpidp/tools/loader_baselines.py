@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from mpidp.hdf5.file import open_file
+from mpidp.hdf5.files.file import open_file
 
 _CACHE_BYTES = 64 * 2**20
 

@@ -1,8 +1,8 @@
 """A described data set enters; what the loader will do with it leaves, one line each."""
 
-from mpidp.hdf5.budget import choose_mixing, default_node_bytes
-from mpidp.hdf5.dataset import DataSet
-from mpidp.hdf5.decoding import decoding, slow_paths
+from mpidp.hdf5.batches.budget import choose_mixing, default_node_bytes
+from mpidp.hdf5.files.dataset import DataSet
+from mpidp.hdf5.rows.decoding import decoding, slow_paths
 from mpidp.tools.table import size_text
 from mpidp.world.memory import memory_limit
 

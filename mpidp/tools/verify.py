@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpidp.errors import DataError
-from mpidp.hdf5.dangling import virtual_gaps, walk
-from mpidp.hdf5.file import inspect, open_file
+from mpidp.hdf5.files.dangling import virtual_gaps, walk
+from mpidp.hdf5.files.file import inspect, open_file
 from mpidp.tools.data_options import VerifyOptions
 from mpidp.tools.ticker import Ticker
 from mpidp.tools.verify_report import FileReport, merge, to_json, to_text

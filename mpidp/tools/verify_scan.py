@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpidp.hdf5.keyed import IntArray
+from mpidp.hdf5.order.keyed import IntArray
 
 # So much is dealt to a rank at a time, and read at a time where there are no chunks.
 BLOCK_BYTES = 8 << 20

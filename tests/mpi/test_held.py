@@ -12,17 +12,17 @@ from mpi4py import MPI
 
 import mpidp
 from mpidp.errors import DataError
-from mpidp.hdf5 import node_memory, room
-from mpidp.hdf5.contents import Contents, Read
-from mpidp.hdf5.dataset import Field, Rows
-from mpidp.hdf5.describe import describe
-from mpidp.hdf5.lanes import Piece
-from mpidp.hdf5.node_memory import NodeMemory
-from mpidp.hdf5.order import Order
-from mpidp.hdf5.order_rows import PlanRows
-from mpidp.hdf5.pieces import PieceReader, Selection
-from mpidp.hdf5.split import Split
-from mpidp.hdf5.spread_memory import SpreadMemory
+from mpidp.hdf5.files.dataset import Field, Rows
+from mpidp.hdf5.files.describe import describe
+from mpidp.hdf5.memory import node_memory, room
+from mpidp.hdf5.memory.contents import Contents, Read
+from mpidp.hdf5.memory.node_memory import NodeMemory
+from mpidp.hdf5.memory.spread_memory import SpreadMemory
+from mpidp.hdf5.order.lanes import Piece
+from mpidp.hdf5.order.order import Order
+from mpidp.hdf5.order.order_rows import PlanRows
+from mpidp.hdf5.order.split import Split
+from mpidp.hdf5.rows.pieces import PieceReader, Selection
 from mpidp.world.remote_memory import Way
 
 Held = NodeMemory | SpreadMemory

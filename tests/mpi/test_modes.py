@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from mpidp.errors import DataError, MismatchError
-from mpidp.hdf5.field import FieldSpec
+from mpidp.hdf5.batches.source import Mode
+from mpidp.hdf5.decode.field import FieldSpec
 from mpidp.hdf5.loader import HDF5Loader
-from mpidp.hdf5.order import Shuffle
-from mpidp.hdf5.source import Mode
+from mpidp.hdf5.order.order import Shuffle
 from mpidp.world.world import World
 
 MODES: tuple[Mode, ...] = ("stream", "node", "store", "stage")

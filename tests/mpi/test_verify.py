@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import mpidp
-from mpidp.hdf5.file import open_file
+from mpidp.hdf5.files.file import open_file
 from mpidp.tools.verify import verify_file
 from mpidp.tools.verify_scan import Scan
 

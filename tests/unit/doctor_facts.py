@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from mpidp.hdf5.library import HDF5Library
+from mpidp.hdf5.files.library import HDF5Library
 from mpidp.tools.doctor.facts import Cores, Gpus, Memory, RankFacts, System, Versions
 from mpidp.tools.doctor.finding import Finding, Level
 from mpidp.world.launch import launch_facts

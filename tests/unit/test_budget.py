@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpidp.hdf5.budget import (
+from mpidp.hdf5.batches.budget import (
     MOST_NODE_BYTES,
     amplification,
     choose_mixing,
@@ -16,11 +16,11 @@ from mpidp.hdf5.budget import (
     resources,
     warnings_about,
 )
-from mpidp.hdf5.dataset import DataSet
-from mpidp.hdf5.describe import describe
-from mpidp.hdf5.lane_gather import number_of_slots
+from mpidp.hdf5.files.dataset import DataSet
+from mpidp.hdf5.files.describe import describe
 from mpidp.hdf5.loader import HDF5Loader
-from mpidp.hdf5.order import Order
+from mpidp.hdf5.order.order import Order
+from mpidp.hdf5.rows.lane_gather import number_of_slots
 
 MIB = 2**20
 

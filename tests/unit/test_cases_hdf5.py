@@ -29,10 +29,10 @@ import numpy as np
 import pytest
 
 from mpidp.errors import DataError
-from mpidp.hdf5.describe import describe
-from mpidp.hdf5.field import FieldSpec
+from mpidp.hdf5.decode.field import FieldSpec
+from mpidp.hdf5.files.describe import describe
 from mpidp.hdf5.loader import HDF5Loader
-from mpidp.hdf5.rows import RowReader
+from mpidp.hdf5.rows.rows import RowReader
 
 
 def write(path: Path, **datasets: Any) -> Path:
@@ -106,7 +106,7 @@ def test_unable_to_lock_file(tmp_path: Path, kind: str) -> None:
 def test_locks_that_the_environment_asks_for(tmp_path: Path) -> None:
     """A variable of HDF5's overrules what programs ask for: the message names it."""
     path = write(tmp_path / "a.h5", x=np.arange(5))
-    program = f"from mpidp.hdf5.describe import describe\ndescribe({str(path)!r}, ('x',))"
+    program = f"from mpidp.hdf5.files.describe import describe\ndescribe({str(path)!r}, ('x',))"
     with path.open("rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         environment = {**os.environ, "HDF5_USE_FILE_LOCKING": "TRUE"}
@@ -122,7 +122,7 @@ def test_required_filter_is_not_registered(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("x", data=np.arange(50), chunks=(10,), **hdf5plugin.Blosc())
     program = (
-        "import sys\nsys.modules['hdf5plugin'] = None\nfrom mpidp.hdf5.describe import describe\n"
+        "import sys\nsys.modules['hdf5plugin'] = None\nfrom mpidp.hdf5.files.describe import describe\n"
         f"describe({str(tmp_path / 'a.h5')!r}, ('x',))"
     )
     environment = {name: value for name, value in os.environ.items() if name != "HDF5_PLUGIN_PATH"}

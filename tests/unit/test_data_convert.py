@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpidp.errors import DataError
-from mpidp.hdf5.write import NewDataset, encode
-from mpidp.hdf5.write_filters import LEVELS, Filters, parse_filters
+from mpidp.hdf5.write.write import NewDataset, encode
+from mpidp.hdf5.write.write_filters import LEVELS, Filters, parse_filters
 from mpidp.tools.convert_hdf5 import HDF5Source
 from mpidp.tools.convert_plan import Layout, default_chunk_rows, make_plan
 from mpidp.tools.make import SyntheticSource

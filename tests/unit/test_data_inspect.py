@@ -9,7 +9,7 @@ from data_files import run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpidp.hdf5.listing import list_datasets
+from mpidp.hdf5.files.listing import list_datasets
 from mpidp.tools.advice import advice
 from mpidp.tools.amplification import Order, StoredField, amplification
 

@@ -12,18 +12,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpidp.hdf5.assemble import assemble
-from mpidp.hdf5.budget import resources
-from mpidp.hdf5.dataset import Rows
-from mpidp.hdf5.describe import describe
-from mpidp.hdf5.field import Field
-from mpidp.hdf5.lane_gather import GroupStore, LaneGatherer, number_of_slots
-from mpidp.hdf5.lanes import LanePlan, Piece
-from mpidp.hdf5.order import Order
-from mpidp.hdf5.pieces import Selection
-from mpidp.hdf5.ring import BatchRing
-from mpidp.hdf5.split import Split
-from mpidp.hdf5.steps import Share
+from mpidp.hdf5.batches.assemble import assemble
+from mpidp.hdf5.batches.budget import resources
+from mpidp.hdf5.batches.ring import BatchRing
+from mpidp.hdf5.decode.field import Field
+from mpidp.hdf5.files.dataset import Rows
+from mpidp.hdf5.files.describe import describe
+from mpidp.hdf5.order.lanes import LanePlan, Piece
+from mpidp.hdf5.order.order import Order
+from mpidp.hdf5.order.split import Split
+from mpidp.hdf5.order.steps import Share
+from mpidp.hdf5.rows.lane_gather import GroupStore, LaneGatherer, number_of_slots
+from mpidp.hdf5.rows.pieces import Selection
 
 FIELDS = (Field("x", (2,), np.dtype("i8")), Field("y", (), np.dtype("i4")))
 

@@ -17,12 +17,12 @@ import torch
 from torch.nn import functional as F  # noqa: N812  # the name every PyTorch program gives it
 
 from mpidp.errors import DataError, MismatchError
-from mpidp.hdf5.batch import Batch
-from mpidp.hdf5.dataset import Rows
-from mpidp.hdf5.gather import RowGatherer
+from mpidp.hdf5.batches.batch import Batch
+from mpidp.hdf5.files.dataset import Rows
 from mpidp.hdf5.loader import HDF5Loader
-from mpidp.hdf5.order import Shuffle
-from mpidp.hdf5.pieces import PieceReader
+from mpidp.hdf5.order.order import Shuffle
+from mpidp.hdf5.rows.gather import RowGatherer
+from mpidp.hdf5.rows.pieces import PieceReader
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 SHUFFLES: tuple[Shuffle, ...] = ("lanes", "full", "none")
@@ -283,7 +283,7 @@ def test_slow_full_shuffle_is_announced(tmp_path: Path) -> None:
 @pytest.fixture(autouse=True, params=["by a thread", "by the caller"])
 def maker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Who makes the batches: a thread where they are large, the caller where they are small. All holds for both."""
-    monkeypatch.setattr("mpidp.hdf5.source.INLINE_BYTES", -1 if request.param == "by a thread" else 2**20)
+    monkeypatch.setattr("mpidp.hdf5.batches.source.INLINE_BYTES", -1 if request.param == "by a thread" else 2**20)
     return str(request.param)
 
 

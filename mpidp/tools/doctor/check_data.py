@@ -1,6 +1,6 @@
 """HDF5 and the data file of one rank enter, findings leave. Pure."""
 
-from mpidp.hdf5.library import HDF5Library
+from mpidp.hdf5.files.library import HDF5Library
 from mpidp.tools.doctor.facts import DataFile, RankFacts
 from mpidp.tools.doctor.finding import Finding, fail, ok
 from mpidp.tools.table import size_text

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mpidp.hdf5.library import HDF5Library
+from mpidp.hdf5.files.library import HDF5Library
 from mpidp.world.launch import LaunchFacts
 from mpidp.world.library import Library
 

@@ -3,7 +3,7 @@
 import json
 import os
 
-from mpidp.hdf5.library import HDF5Library
+from mpidp.hdf5.files.library import HDF5Library
 from mpidp.tools.doctor.child import Child
 from mpidp.tools.doctor.facts import RankFacts
 from mpidp.tools.doctor.facts_environment import chosen
@@ -14,7 +14,7 @@ from mpidp.tools.doctor.facts_versions import versions
 from mpidp.world.launch import launch_facts
 from mpidp.world.library import from_json
 
-MPI_MODULE, HDF5_MODULE = "mpidp.world.describe", "mpidp.hdf5.library"
+MPI_MODULE, HDF5_MODULE = "mpidp.world.describe", "mpidp.hdf5.files.library"
 
 
 def gather(file: str = "") -> RankFacts:

@@ -1,0 +1,112 @@
+"""Enters: selected rows, the order of every epoch, a rank. Leaves: the rank's samples of each step, as tensors.
+
+Runs in the prefetch thread and in a pool of threads that decode; calls no MPI.
+"""
+
+from collections import deque
+from collections.abc import Generator, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mpidp.hdf5.batches.budget import Resources
+from mpidp.hdf5.batches.ring import BatchRing
+from mpidp.hdf5.decode.field import Field
+from mpidp.hdf5.files.dataset import Rows
+from mpidp.hdf5.order.keyed import IntArray
+from mpidp.hdf5.order.lanes import LanePlan
+from mpidp.hdf5.order.order import Order
+from mpidp.hdf5.order.steps import Share, Step, step_rows, steps
+from mpidp.hdf5.rows.gather import RowGatherer
+from mpidp.hdf5.rows.lane_gather import GroupStore, LaneGatherer
+from mpidp.hdf5.rows.pieces import PieceReader, Selection
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """A rank's samples of a step: tensors in host memory, row numbers over all files."""
+
+    step: Step
+    tensors: dict[str, Tensor]
+    indices: IntArray
+
+
+def assemble(
+    selection: Selection, order: Order, share: Share, ring: BatchRing, use: Resources
+) -> Generator[Assembled, None, None]:
+    """Yield steps from `share` on without end: epoch follows epoch, so that the next is read ahead of its start."""
+    fields = selection.dataset.fields
+    with (
+        closing(PieceReader(selection, use.cache_bytes)) as reader,
+        ThreadPoolExecutor(use.threads, "mpidp-decode") as pool,
+    ):
+        try:
+            if order.shuffle == "lanes":
+                made = _by_lanes(reader, order, share, ring, use, pool)
+            else:
+                made = _by_rows(reader, order, share, ring, use, pool)
+            for step, rows in made:
+                yield Assembled(step, tensors_of(rows, fields), rows.numbers)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _by_lanes(
+    reader: PieceReader, order: Order, share: Share, ring: BatchRing, use: Resources, pool: Executor
+) -> Iterator[tuple[Step, Rows]]:
+    capacity = order.mixing_chunks * int(order.chunk_rows.max())
+    store = GroupStore(reader, pool, use.held_groups, capacity)
+
+    def begin(epoch: int, position: int) -> tuple[LanePlan, LaneGatherer]:
+        plan = order.plan(epoch)
+        assert isinstance(plan, LanePlan)
+        return plan, LaneGatherer(plan, store, share.size, share.rank, position)
+
+    plan, gatherer = begin(share.epoch, share.position)
+    following: tuple[LanePlan, LaneGatherer] | None = None
+    epoch = share.epoch
+    for step in steps(order, share):
+        if step.epoch != epoch:
+            gatherer.release()
+            plan, gatherer = following or begin(step.epoch, 0)
+            following, epoch = None, step.epoch
+        if gatherer.start_ahead():
+            following = following or begin(epoch + 1, 0)
+            following[1].start_ahead()
+        indices = plan.local_indices(step.start, share.size, share.rank)
+        rows = ring.take(len(indices))
+        gatherer.gather(indices, rows)
+        yield step, rows
+
+
+def _by_rows(
+    reader: PieceReader, order: Order, share: Share, ring: BatchRing, use: Resources, pool: Executor
+) -> Iterator[tuple[Step, Rows]]:
+    gatherer = RowGatherer(reader, use.kept_bytes, keep_all=order.shuffle == "full")
+    ahead: deque[tuple[Step, Future[Rows]]] = deque()
+
+    def gathered(numbers: IntArray) -> Rows:
+        rows = ring.take(len(numbers))
+        gatherer.gather(numbers, rows)
+        return rows
+
+    for step, numbers in step_rows(order, share):
+        if gatherer.holds_all:  # a copy of some microseconds, which would cost more to hand to a thread
+            while ahead:
+                first, rows = ahead.popleft()
+                yield first, rows.result()
+            yield step, gathered(numbers)
+            continue
+        ahead.append((step, pool.submit(gathered, numbers)))
+        if len(ahead) > use.threads:
+            first, rows = ahead.popleft()
+            yield first, rows.result()
+
+
+def tensors_of(rows: Rows, fields: tuple[Field, ...]) -> dict[str, Tensor]:
+    """Return tensors that share the memory of `rows`."""
+    tensors = {name: torch.from_numpy(array) for name, array in rows.fields.items()}
+    return tensors | {field.name: tensors[field.name].view(torch.bfloat16) for field in fields if field.is_bfloat16}

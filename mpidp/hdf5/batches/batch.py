@@ -1,0 +1,136 @@
+"""Enters: a rank's samples of a step, as tensors. Leaves: a `Batch`, which knows its share of the step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mpidp.errors import DataError
+from mpidp.hdf5.order.keyed import IntArray
+
+if TYPE_CHECKING:
+    from mpidp.world.world import World
+
+
+class Batch:
+    """The samples of one step that this rank holds.
+
+    Each field is a tensor (size, ...) on the rank's device: `batch["x"]`, or `batch.x` where the name is not
+    one of these attributes:
+
+    fields: the names of the fields.
+    size: number of samples here; 0 on a rank that has none in this step.
+    global_size: number of samples of the step over all ranks.
+    indices: row numbers of the samples here in the whole data set, over all files (int64 array).
+    last: False on all but the last of the `micro_batches` of a step.
+    """
+
+    __iter__ = None  # whether names or tensors would come is anyone's guess: batch.fields and batch[name] say
+
+    def __init__(
+        self, tensors: dict[str, Tensor], indices: IntArray, global_size: int, world: World | None = None
+    ) -> None:
+        self._tensors = tensors
+        self._world = world
+        self._whole = True
+        self.indices = indices
+        self.global_size = global_size
+        self.last = True
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The names of the fields."""
+        return tuple(self._tensors)
+
+    @property
+    def size(self) -> int:
+        """Number of samples on this rank."""
+        return len(self.indices)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._tensors:
+            raise KeyError(f'no field "{name}"; this batch has {", ".join(self._tensors)}')
+        return self._tensors[name]
+
+    def __getattr__(self, name: str) -> Tensor:
+        # Only for what is not found otherwise. An unpickled or copied batch may have no tensors yet.
+        tensors: dict[str, Tensor] = self.__dict__.get("_tensors", {})
+        if name not in tensors:
+            raise AttributeError(f'no field "{name}"; this batch has {", ".join(tensors)}')
+        return tensors[name]
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in self._tensors.items())
+        return f"Batch({shapes}; {self.size} of {self.global_size} samples)"
+
+    def weigh(self, loss: Tensor, count: int | None = None) -> Tensor:
+        """Return `loss` scaled so that its plain mean over ranks is the mean over the global batch.
+
+        `loss` (scalar) is the mean over the samples here, or over `count` other things here, such as tokens.
+        With `count` this is collective: all ranks call it, with their own counts. Where there is nothing (0
+        samples, or count 0) the loss may be NaN; the result is then 0 and gives parameters no gradient at
+        all, though `backward` still passes all of them. At world size 1 the result is `loss` itself.
+
+        Raises `DataError` for a loss that is no scalar, a negative count, and a count on a micro batch (whose
+        share of all counts is not known yet: weigh sums by hand there).
+        """
+        if loss.dim() != 0:
+            raise DataError(
+                f"weigh was given a loss of shape {tuple(loss.shape)}; give the mean over the local samples, a scalar"
+            )
+        world_size = 1 if self._world is None else self._world.size
+        here, everywhere = (self.size, self.global_size) if count is None else self._counts(count)
+        if here == 0:
+            return _no_gradient(loss)
+        # Bit for bit the user's own loss where there is nothing to scale.
+        return loss if here * world_size == everywhere else loss * (here * world_size / everywhere)
+
+    def micro_batches(self, max_size: int) -> list[Batch]:
+        """Return this batch in slices of at most `max_size` samples, sizes within one of each other.
+
+        The sum of their weighed losses is the weighed loss of the whole. A batch without samples gives one
+        slice without samples. Ranks may get different numbers of slices; `last` is True for the last.
+        """
+        if max_size < 1:
+            raise DataError(f"micro batches of {max_size} samples; give at least 1")
+        parts = max(1, -(-self.size // max_size))
+        edges = [self.size * part // parts for part in range(parts + 1)]
+        return [self._slice(edges[part], edges[part + 1], parts) for part in range(parts)]
+
+    def _slice(self, start: int, stop: int, parts: int) -> Batch:
+        tensors = {name: tensor[start:stop] for name, tensor in self._tensors.items()}
+        batch = Batch(tensors, self.indices[start:stop], self.global_size, self._world)
+        batch.last = self.last and stop == self.size
+        batch._whole = parts == 1 and self._whole
+        return batch
+
+    def _counts(self, count: int) -> tuple[int, int]:
+        """Return `count` and its sum over ranks. Collective."""
+        if not self._whole:
+            raise DataError("weigh(loss, count) was called on one of several micro batches; it needs the whole batch")
+        if count < 0:
+            raise DataError(f"weigh was given a count of {count}; give the number of things the loss is a mean of")
+        return count, count if self._world is None else round(self._world.sum([count])[0])
+
+
+class _NoGradient(torch.autograd.Function):
+    """Zero, with a backward pass through the graph that leaves every gradient undefined.
+
+    Multiplying by 0 instead would turn the NaN of a mean over nothing into NaN gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        return loss.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> None:
+        return None
+
+
+def _no_gradient(loss: Tensor) -> Tensor:
+    zero = _NoGradient.apply(loss)  # type: ignore[no-untyped-call]
+    assert isinstance(zero, Tensor)
+    return zero

@@ -1,0 +1,167 @@
+"""Enters: the size of the data, the memory of a node. Leaves: lanes and mixing depth, and what reading may hold.
+
+Lanes and mixing depth decide the order of the samples, so they follow from the data and from what one node
+has, never from the number of ranks.
+"""
+
+import math
+from dataclasses import dataclass
+
+from mpidp.hdf5.files.dataset import DataSet
+from mpidp.hdf5.order.lanes import automatic_lanes
+from mpidp.hdf5.order.order import Order
+from mpidp.hdf5.rows.lane_gather import number_of_slots
+
+MOST_NODE_BYTES = 2 * 2**30
+_NODE_SHARE = 8
+_LEAST_LANES = 8
+_ENOUGH_CHUNKS = 8
+_MOST_MIXING_CHUNKS = 4
+
+
+def default_node_bytes(node_memory: int | None) -> int:
+    """Return how much of a node's memory the decoded rows of a loader may take: an eighth, at most 2 GiB."""
+    return MOST_NODE_BYTES if node_memory is None else min(MOST_NODE_BYTES, node_memory // _NODE_SHARE)
+
+
+def choose_mixing(dataset: DataSet, node_bytes: int, lanes: int | None, mixing_chunks: int | None) -> tuple[int, int]:
+    """Return lanes and mixing depth whose groups take up to half of `node_bytes`; those that are given stand.
+
+    Depth gives way first: many lanes of which each mixes one chunk mix better than few that mix four.
+    """
+    if mixing_chunks is None:
+        enough = min(_LEAST_LANES, dataset.num_rows) if lanes is None else lanes
+        depths = range(_MOST_MIXING_CHUNKS, 0, -1)
+        fits = (depth for depth in depths if enough * depth * dataset.mean_chunk_bytes <= node_bytes / 2)
+        mixing_chunks = next(fits, 1)
+    if lanes is None:
+        lanes = automatic_lanes(dataset.num_rows, dataset.mean_chunk_bytes, mixing_chunks, node_bytes // 2)
+    return lanes, mixing_chunks
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a rank may use to read.
+
+    threads: that decode. held_groups: groups of rows that are held decoded. kept_bytes: of decoded chunks, for
+    orders that come back to them. cache_bytes: of decoded blocks of fields whose chunks are taller than others'.
+    """
+
+    threads: int
+    held_groups: int
+    kept_bytes: int
+    cache_bytes: int
+
+
+def resources(order: Order, row_bytes: int, rank_bytes: int, threads: int, size: int, rank: int) -> Resources:
+    """Return what `rank` of `size`, which may hold `rank_bytes`, uses.
+
+    Beside the group of each lane there is room for those being read, and for the next one of each lane, if they
+    fit: at the end of an epoch all lanes turn to the next at once. There is room for one more in any case.
+    """
+    slots = number_of_slots(order.lanes, size, rank)
+    group_bytes = max(1, order.mixing_chunks * int(order.chunk_rows.max()) * row_bytes)
+    reserve = min(threads + slots, int(rank_bytes * 0.6) // group_bytes - slots)
+    return Resources(threads, slots + max(1, reserve), kept_bytes(rank_bytes), cache_bytes(rank_bytes))
+
+
+def most_rows(order: Order, size: int) -> int:
+    """Return the most samples that a rank of `size` has in a step."""
+    if order.shuffle != "lanes":
+        return -(-order.global_batch // size)
+    lanes = math.ceil(order.lanes / size)
+    places = math.ceil(order.global_batch / order.lanes)
+    sharers = max(1, size // order.lanes)  # of the lane that the fewest ranks share
+    return lanes * math.ceil(places / sharers)
+
+
+def warnings_about(order: Order, dataset: DataSet, rank_bytes: int, size: int) -> list[str]:
+    """Return what a user should know of this order on these files, with figures; one text each."""
+    facts = order, dataset, rank_bytes, size
+    found = [_little_mixing(order), _repeated_decoding(*facts), _too_large(*facts)]
+    return [f"{dataset.files[0].path}: {text}" for text in found if text]
+
+
+def chunks_in_a_batch(order: Order) -> float:
+    """Return about how many different chunks the samples of a global batch come from, in order "lanes"."""
+    places = order.global_batch / order.lanes  # samples of a lane
+    chunk_rows = order.num_samples / len(order.chunk_rows)
+    # A group mixes its chunks; a batch that is longer than a group goes through several.
+    of_lane = max(min(places, order.mixing_chunks), places / chunk_rows)
+    return min(order.lanes * of_lane, order.global_batch, len(order.chunk_rows))
+
+
+def _little_mixing(order: Order) -> str:
+    mixed = chunks_in_a_batch(order)
+    if order.shuffle != "lanes" or mixed >= min(_ENOUGH_CHUNKS, order.global_batch / 4, len(order.chunk_rows) / 4):
+        return ""
+    window = round(order.lanes * order.mixing_chunks * order.num_samples / len(order.chunk_rows))
+    return (
+        f"a batch of {order.global_batch} comes from about {mixed:.0f} of {len(order.chunk_rows)} chunks "
+        f"({order.lanes} lanes of {order.mixing_chunks} chunks, about {window} samples mixed), which shows in training "
+        'if neighbours in the file are alike: give more lanes, more memory_bytes, or shuffle="full"'
+    )
+
+
+def amplification(order: Order, dataset: DataSet, rank_bytes: int, size: int) -> float:
+    """Return how many bytes are decoded in an epoch for each byte that is used, over all ranks."""
+    factors = [_field_factor(dataset, number, rank_bytes) for number in range(len(dataset.fields))]
+    weights = [field.row_bytes for field in dataset.fields]
+    base = sum(factor * weight for factor, weight in zip(factors, weights, strict=True)) / sum(weights)
+    if order.shuffle == "lanes":
+        return base * max(1.0, size / order.lanes)
+    chunked = any(file.chunked for file in dataset.files)
+    decoded_bytes = dataset.num_rows * dataset.row_bytes
+    if order.shuffle == "full" and chunked and decoded_bytes > kept_bytes(rank_bytes):
+        return max(base, order.num_samples / len(order.chunk_rows))
+    return base
+
+
+def _field_factor(dataset: DataSet, number: int, rank_bytes: int) -> float:
+    """Return how often a field's chunks are decoded where they are taller than the ranges that are read."""
+    rows = decoded = 0
+    for file in dataset.files:
+        storage = file.storages[number]
+        rows += file.num_rows
+        taller = storage is not None and storage.chunked and storage.block_rows > file.range_rows
+        again = taller and storage is not None and storage.block_bytes > cache_bytes(rank_bytes)
+        decoded += file.num_rows * (-(-storage.block_rows // file.range_rows) if again and storage else 1)
+    return decoded / rows
+
+
+def kept_bytes(rank_bytes: int) -> int:
+    """Return how many bytes of decoded chunks a rank keeps that may hold `rank_bytes`."""
+    return min(256 * 2**20, rank_bytes // 4)
+
+
+def cache_bytes(rank_bytes: int) -> int:
+    """Return how many bytes of decoded blocks that serve several ranges such a rank keeps."""
+    return min(64 * 2**20, rank_bytes // 8)
+
+
+def _repeated_decoding(order: Order, dataset: DataSet, rank_bytes: int, size: int) -> str:
+    factor = amplification(order, dataset, rank_bytes, size)
+    if factor < 2:
+        return ""
+    rows = dataset.num_rows // len(dataset.chunk_rows)
+    cause, advice = "a chunk is larger than what is read at once", "write it with smaller chunks (mpidp data convert)"
+    if order.shuffle == "full":
+        cause = f"a chunk of about {rows} rows is decoded for each row"
+        advice = 'shuffle="lanes" decodes each chunk once, or ' + advice
+    elif order.shuffle == "lanes" and size >= 2 * order.lanes:
+        cause, advice = f"{size} ranks share {order.lanes} lanes", 'give more lanes, smaller chunks, or mode="node"'
+    return f"{factor:.0f} bytes are decoded for each byte used, because {cause}; {advice}"
+
+
+def _too_large(order: Order, dataset: DataSet, rank_bytes: int, size: int) -> str:
+    if order.shuffle != "lanes":
+        return ""
+    group_bytes = order.mixing_chunks * int(order.chunk_rows.max()) * dataset.row_bytes
+    needed = (number_of_slots(order.lanes, size, 0) + 1) * group_bytes
+    if needed <= rank_bytes:
+        return ""
+    return (
+        f"{order.lanes} lanes of {order.mixing_chunks} chunks need {needed / 2**20:.0f} MiB on a rank, more than its "
+        f"share of {rank_bytes / 2**20:.0f} MiB; give fewer lanes, or write the file with smaller chunks (mpidp data "
+        "convert)"
+    )

@@ -1,0 +1,140 @@
+"""Enters: selected rows, their order. Leaves: this rank's samples of each step, from files or from memory.
+
+Where rows come from never changes which samples form a step. A source serves one stretch of steps at a time.
+"""
+
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Literal, Protocol
+
+from mpidp.hdf5.batches.assemble import Assembled, assemble, tensors_of
+from mpidp.hdf5.batches.budget import Resources
+from mpidp.hdf5.batches.prefetch import Prefetcher
+from mpidp.hdf5.batches.ring import BatchRing
+from mpidp.hdf5.files.dataset import Rows
+from mpidp.hdf5.order.keyed import IntArray
+from mpidp.hdf5.order.order import Order
+from mpidp.hdf5.order.steps import Share, step_rows
+from mpidp.hdf5.rows.pieces import Selection
+
+INLINE_BYTES = 2**20
+
+Mode = Literal["stream", "node", "store", "stage"]
+
+
+class Stretch(Protocol):
+    """The steps of a rank from some position on, without end."""
+
+    def __next__(self) -> Assembled:
+        """Return the next step."""
+
+    def close(self) -> None:
+        """End it; what was read ahead is dropped."""
+
+
+def _by_thread_if_large(made: Callable[[], Generator[Assembled, None, None]], ring: BatchRing, depth: int) -> Stretch:
+    """Return the steps of `made`, put together `depth` steps ahead by a thread where batches are large.
+
+    Handing a small batch from thread to thread costs more than making it of rows that are decoded already.
+    """
+    return made() if ring.batch_bytes <= INLINE_BYTES else Prefetcher(made, depth)
+
+
+class FileSource:
+    """Rows read from the files, decoded ahead by threads."""
+
+    def __init__(self, selection: Selection, ring: BatchRing, depth: int, line: str) -> None:
+        self.line = line
+        self._selection = selection
+        self._ring = ring
+        self._depth = depth
+
+    def steps(self, order: Order, share: Share, use: Resources) -> Stretch:
+        """Return the steps of `share`, without end."""
+        made = partial(assemble, self._selection, order, share, self._ring, use)
+        return _by_thread_if_large(made, self._ring, self._depth)
+
+    def renew(self, ring: BatchRing) -> None:
+        """Go on with other shares: ranks have died."""
+        self._ring = ring
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Memory(Protocol):
+    """All selected rows in memory somewhere; see `node_memory.py` and `spread_memory.py`."""
+
+    @property
+    def line(self) -> str:
+        """What is held, in one line."""
+
+    def start(self, numbers: IntArray) -> None:
+        """Begin to fetch rows."""
+
+    def finish(self, out: Rows | None) -> None:
+        """Copy the rows of the last `start` to `out`, or drop them if it is None."""
+
+    def abandon(self) -> None:
+        """A rank has died: forget what was asked for, and what needs all ranks. Not collective."""
+
+    def close(self) -> None:
+        """Give the memory back."""
+
+
+class MemorySource:
+    """Rows fetched from memory, by any thread up to `depth` steps ahead, or with 0 by the one that takes the steps.
+
+    In the latter case the rows of the next step are asked for before this one is handed out, so that they may
+    travel while it is computed.
+    """
+
+    def __init__(self, memory: Memory, selection: Selection, ring: BatchRing, depth: int) -> None:
+        self._memory = memory
+        self._fields = selection.dataset.fields
+        self._ring = ring
+        self._depth = depth
+        self._asked = False
+
+    @property
+    def line(self) -> str:
+        """What is held, in one line."""
+        return self._memory.line
+
+    def steps(self, order: Order, share: Share, use: Resources) -> Stretch:
+        """Return the steps of `share`, without end."""
+        made = partial(self._fetched, order, share, self._depth == 0)
+        return made() if self._depth == 0 else _by_thread_if_large(made, self._ring, self._depth)
+
+    def renew(self, ring: BatchRing) -> None:
+        """Go on with other shares: ranks have died. Rows spread over all ranks are lost then."""
+        self._ring = ring
+        self._asked = False
+        self._memory.abandon()
+
+    def close(self) -> None:
+        """Give the memory back. Collective where it is shared."""
+        self._memory.close()
+
+    def _fetched(self, order: Order, share: Share, ahead: bool) -> Generator[Assembled, None, None]:
+        if self._asked:
+            # For a stretch that was left. Not when it was left: a collector may do that, in any thread.
+            self._memory.finish(None)
+            self._asked = False
+        wanted = step_rows(order, share)
+        step, numbers = next(wanted)
+        self._ask(numbers)
+        for following, following_numbers in wanted:
+            rows = self._ring.take(len(numbers))
+            self._memory.finish(rows)
+            self._asked = False
+            if ahead:
+                self._ask(following_numbers)
+            yield Assembled(step, tensors_of(rows, self._fields), rows.numbers)
+            if not ahead:
+                self._ask(following_numbers)
+            step, numbers = following, following_numbers
+
+    def _ask(self, numbers: IntArray) -> None:
+        self._memory.start(numbers)
+        self._asked = True

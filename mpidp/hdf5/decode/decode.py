@@ -1,0 +1,186 @@
+"""Enters: a dataset's `Storage`, a range of its rows. Leaves: their stored values, without HDF5.
+
+Everything that takes time here - reading, inflating, copying - releases Python's lock, so threads decode side
+by side. Each thread works in buffers of its own.
+"""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpidp.errors import DataError
+from mpidp.hdf5.decode.filters import Bytes, Scratch, undo
+from mpidp.hdf5.decode.raw_file import RawFiles
+from mpidp.hdf5.decode.storage import Storage
+
+Array = npt.NDArray[Any]
+
+# Chunks that lie closer than this are read together: a seek costs more than reading what is between.
+_GAP_BYTES = 64 * 2**10
+_MOST_TOGETHER_BYTES = 8 * 2**20
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Values (n, ...) of rows [start, start + n) as they are stored; valid until the next are asked for.
+
+    `in_place` is set where they lie in the memory that was given for them.
+    """
+
+    start: int
+    values: Array
+    in_place: bool
+
+
+class _Buffers(threading.local):
+    def __init__(self) -> None:
+        self.scratch = Scratch()
+        self.raw = np.empty(0, np.uint8)
+        self.block = np.empty(0, np.uint8)
+
+    def room(self, name: str, num_bytes: int) -> Bytes:
+        buffer: Bytes = getattr(self, name)
+        if len(buffer) < num_bytes:
+            buffer = np.empty(num_bytes + num_bytes // 8, np.uint8)
+            setattr(self, name, buffer)
+        return buffer[:num_bytes]
+
+
+class Decoder:
+    """Reads and decodes rows; may be used by several threads."""
+
+    def __init__(self, files: RawFiles) -> None:
+        self._files = files
+        self._buffers = _Buffers()
+
+    def rows(self, storage: Storage, start: int, stop: int, into: Bytes | None = None) -> Iterator[Stored]:
+        """Yield rows [start, stop) of `storage` in one or more parts, in order.
+
+        With `into`, room for just their bytes, whole blocks are decoded in place where they can be; the
+        yielded values then lie in it. Raises OSError and `DataError`, which name the place in the file.
+        """
+        if storage.is_plain:
+            yield Stored(start, self._plain(storage, start, stop, into), into is not None and not storage.inline)
+            return
+        first, last = start // storage.block_rows, (stop - 1) // storage.block_rows
+        if into is not None and len(into) == storage.chunk_bytes and storage.is_row_wise and first == last:
+            # The usual case, a whole chunk for which there is just room, without the cost of the others.
+            yield Stored(start, self._chunk(storage, first, 0, self._raw_chunk(storage, first, into), into), True)
+            return
+        for block, raw in self._raw_blocks(storage, first, last):
+            begin = block * storage.block_rows
+            target = _place(storage, block, start, stop, into)
+            values = self._block(storage, block, raw, target)
+            low, high = max(start, begin), min(stop, begin + storage.block_height(block))
+            yield Stored(low, values[low - begin : high - begin], target is not None)
+
+    def _plain(self, storage: Storage, start: int, stop: int, into: Bytes | None) -> Array:
+        row_bytes, offset = storage.chunk_bytes, int(storage.offsets[0, 0])
+        if storage.inline:
+            raw = np.frombuffer(storage.inline, np.uint8)[start * row_bytes : stop * row_bytes]
+        else:
+            raw = self._buffers.room("raw", (stop - start) * row_bytes) if into is None else into
+            self._files.read(storage.path, offset + start * row_bytes, raw)
+        return raw.view(storage.dtype).reshape(stop - start, *storage.row_shape)
+
+    def _raw_blocks(self, storage: Storage, first: int, last: int) -> Iterator[tuple[int, list[Bytes | None]]]:
+        """Yield (block, bytes of each of its tiles as stored), reading neighbours together."""
+        block = first
+        while block <= last:
+            count = self._blocks_together(storage, block, last)
+            offsets = storage.offsets[block : block + count].ravel()
+            sizes = storage.sizes[block : block + count].ravel()
+            pieces = self._read_near(storage.path, offsets, sizes)
+            tiles = storage.tiles_per_block
+            for number in range(count):
+                yield block + number, pieces[number * tiles : (number + 1) * tiles]
+            block += count
+
+    def _raw_chunk(self, storage: Storage, block: int, into: Bytes) -> Bytes | None:
+        """Return the bytes of the only chunk of a block, in `into` where they are its values as they are."""
+        offset, size = int(storage.offsets[block, 0]), int(storage.sizes[block, 0])
+        if offset < 0:
+            return None
+        raw = into if not storage.filters and size == len(into) else self._buffers.room("raw", size)
+        self._files.read(storage.path, offset, raw)
+        return raw
+
+    @staticmethod
+    def _blocks_together(storage: Storage, block: int, last: int) -> int:
+        sizes = storage.sizes[block : last + 1].sum(axis=1)
+        return max(1, int(np.searchsorted(np.cumsum(sizes), _MOST_TOGETHER_BYTES, side="right")))
+
+    def _read_near(self, path: str, offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> list[Bytes | None]:
+        """Return the bytes at each offset, None at offset -1, by as few reads as their places allow."""
+        pieces: list[Bytes | None] = [None] * len(offsets)
+        order = np.argsort(offsets, kind="stable")
+        order = order[offsets[order] >= 0]
+        runs = _runs(offsets[order], sizes[order])
+        spans = [(int(offsets[order[a]]), int((offsets[order[a:b]] + sizes[order[a:b]]).max())) for a, b in runs]
+        buffer = self._buffers.room("raw", sum(stop - start for start, stop in spans))
+        for (a, b), (start, stop) in zip(runs, spans, strict=True):
+            part, buffer = buffer[: stop - start], buffer[stop - start :]
+            self._files.read(path, start, part)
+            for piece in order[a:b].tolist():
+                place = int(offsets[piece]) - start
+                pieces[piece] = part[place : place + int(sizes[piece])]
+        return pieces
+
+    def _block(self, storage: Storage, block: int, raw: list[Bytes | None], into: Bytes | None) -> Array:
+        """Return the values (block_rows, *row_shape) of a block; rows past the end of the dataset are padding."""
+        if storage.is_row_wise:
+            return self._chunk(storage, block, 0, raw[0], into)
+        height = storage.block_rows
+        num_bytes = height * int(np.prod(storage.row_shape, dtype=np.int64)) * storage.dtype.itemsize
+        room = self._buffers.room("block", num_bytes) if into is None else into
+        values = room.view(storage.dtype).reshape(height, *storage.row_shape)
+        for tile, (within_row, within_chunk) in enumerate(storage.tiles()):
+            chunk = np.moveaxis(self._chunk(storage, block, tile, raw[tile], None), storage.axis, 0)
+            values[(slice(None), *within_row)] = chunk[(slice(None), *within_chunk)]
+        return values
+
+    def _chunk(self, storage: Storage, block: int, tile: int, raw: Bytes | None, into: Bytes | None) -> Array:
+        if raw is None:
+            room = self._buffers.scratch.buffer(storage.chunk_bytes) if into is None else into
+            values = room.view(storage.dtype).reshape(storage.chunk)
+            values[...] = np.frombuffer(storage.fill, storage.dtype)
+            return values
+        try:
+            decoded = self._undo(storage, block, tile, raw, into)
+        except DataError:
+            # Some network file systems deliver a wrong page once in a while: what is wrong twice is damaged.
+            raw = np.empty_like(raw)
+            self._files.read(storage.path, int(storage.offsets[block, tile]), raw)
+            decoded = self._undo(storage, block, tile, raw, into)
+        return decoded.view(storage.dtype).reshape(storage.chunk)
+
+    def _undo(self, storage: Storage, block: int, tile: int, raw: Bytes, into: Bytes | None) -> Bytes:
+        mask = 0 if storage.masks is None else int(storage.masks[block, tile])
+        try:
+            return undo(raw, storage.filters, mask, storage.chunk_bytes, self._buffers.scratch, into)
+        except DataError as error:
+            place = f"chunk at byte {storage.offsets[block, tile]} of {storage.path}"
+            raise DataError(f"{place}: {error}") from error
+
+
+def _place(storage: Storage, block: int, start: int, stop: int, into: Bytes | None) -> Bytes | None:
+    """Return where in `into`, which holds rows [start, stop), a whole block lies; None if it does not fit there."""
+    begin = block * storage.block_rows
+    if into is None or begin < start or begin + storage.block_rows > stop:
+        return None
+    row_bytes = len(into) // (stop - start)
+    return into[(begin - start) * row_bytes : (begin - start + storage.block_rows) * row_bytes]
+
+
+def _runs(offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Return ranges [a, b) of ascending pieces that are near each other."""
+    if not len(offsets):
+        return []
+    breaks = np.flatnonzero(offsets[1:] - (offsets + sizes)[:-1] > _GAP_BYTES) + 1
+    edges = [0, *breaks.tolist(), len(offsets)]
+    return list(pairwise(edges))

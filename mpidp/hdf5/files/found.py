@@ -1,0 +1,163 @@
+"""Enters: what the user wants of a dataset, what HDF5 knows of it. Leaves: a `Field`, or why there is none."""
+
+import warnings
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpidp.errors import DataError
+from mpidp.hdf5.decode.convert import check_castable
+from mpidp.hdf5.decode.field import SUPPORTED, Field, FieldSpec
+from mpidp.hdf5.files.file import Facts
+
+
+@dataclass(frozen=True)
+class FoundDataset:
+    """A dataset of a file, beside what is to become of it."""
+
+    path: str
+    spec: FieldSpec
+    facts: Facts
+
+    @property
+    def where(self) -> str:
+        """How messages begin."""
+        return f'{self.path}: dataset "{self.spec.dataset}"'
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the dataset, which has at least one axis."""
+        if not self.facts.shape:
+            kind = "has no dataspace" if self.facts.shape is None else "is a single value"
+            raise DataError(f"{self.where} {kind}; give a dataset one axis of which counts the samples")
+        return self.facts.shape
+
+    @cached_property
+    def axis(self) -> int:
+        """The axis that counts the samples, from 0."""
+        axes = len(self.shape)
+        if not -axes <= self.spec.axis < axes:
+            raise DataError(f"{self.where} has shape {self.shape}, so there is no axis {self.spec.axis}")
+        return self.spec.axis % axes
+
+    @property
+    def num_rows(self) -> int:
+        """The number of samples."""
+        return self.shape[self.axis]
+
+    @property
+    def chunk_rows(self) -> int:
+        """The height of a chunk along the sample axis; 1 without chunks."""
+        return self.facts.chunks[self.axis] if self.facts.chunks else 1
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """The shape of a sample in the file."""
+        return self.shape[: self.axis] + self.shape[self.axis + 1 :]
+
+    @property
+    def raw(self) -> np.dtype[Any]:
+        """The dtype on disk, once `check` has passed."""
+        assert self.facts.raw is not None
+        return self.facts.raw
+
+    def check(self, allow_holes: bool) -> None:
+        """Raise `DataError` unless the dataset can be trained on. Warns about MATLAB."""
+        facts = self.facts
+        self._check_type()
+        if 0 in self.row_shape:
+            raise DataError(f"{self.where} has shape {self.shape}: its samples hold no values; leave this field out")
+        if facts.elsewhere:
+            raise DataError(
+                f"{self.where} is {facts.elsewhere}; HDF5 reads a missing source as fill values without a word, "
+                "so give the files that hold the values as paths, or copy them into one file"
+            )
+        if facts.unknown_filters:
+            raise DataError(
+                f"{self.where} is compressed with filter {', '.join(facts.unknown_filters)}, which this HDF5 "
+                "library does not know; pip install hdf5plugin, or write it with gzip"
+            )
+        if facts.unwritten and not allow_holes:
+            raise DataError(
+                f"{self.where}: {facts.unwritten} was never written and would read as fill values; write again, or "
+                "say allow_holes if that is meant"
+            )
+        if facts.matlab_class and self.axis == 0:
+            warnings.warn(
+                f"{self.where} was written by MATLAB ({facts.matlab_class}): its axes are reversed. Its shape here is "
+                f"{self.shape}, and axis 0 is taken to count the samples; FieldSpec(axis=-1) takes the last",
+                stacklevel=2,
+            )
+
+    def field(self, file: Any) -> Field:
+        """Return the field; `file` is open, and what `decode` returns is tried on its first sample."""
+        spec, decoded = self.spec, self._decoded_sample(file)
+        member = self.raw[spec.member] if spec.member else self.raw
+        stored = np.dtype(member.base if decoded is None else decoded.dtype).newbyteorder("=")
+        shape = (*self.row_shape, *member.shape) if decoded is None else decoded.shape[1:]
+        bfloat16 = self.facts.bfloat16 and decoded is None
+        field = Field(
+            name=spec.name,
+            shape=shape,
+            stored=stored,
+            dataset=spec.dataset,
+            member=spec.member,
+            axis=self.axis,
+            target=spec.dtype,
+            scale=spec.scale,
+            offset=spec.offset,
+            stored_bfloat16=bfloat16,
+            decoded=decoded is not None,
+        )
+        reason = check_castable(
+            np.dtype("f4") if bfloat16 else stored, np.dtype("f4") if field.is_bfloat16 else field.dtype
+        )
+        if reason:
+            raise DataError(
+                f"{self.where} holds {stored}, and dtype {spec.dtype} was asked for: {reason}; give another"
+            )
+        return field
+
+    def _check_type(self) -> None:
+        facts, spec = self.facts, self.spec
+        if facts.raw is None:
+            raise DataError(
+                f"{self.where} has type {facts.type_name}, which no tensor can hold; write it as bool, 8 to 64-bit "
+                "integers, 16 to 64-bit floats or complex numbers (classes and strings as numbers)"
+            )
+        names = facts.raw.names or ()
+        if spec.member and spec.member not in names:
+            has = f"members {', '.join(names)}" if names else "no members"
+            raise DataError(f'{self.where} has type {facts.type_name}, which has {has}; "{spec.member}" is not there')
+        member = facts.raw[spec.member] if spec.member else facts.raw
+        if spec.decode is None and member.base.newbyteorder("=") not in SUPPORTED:
+            advice = f"name one of its members ({', '.join(names)})" if names else "give a FieldSpec with decode"
+            raise DataError(
+                f"{self.where} has type {facts.type_name}, which no tensor can hold; {advice}, or write it as bool, 8 "
+                "to 64-bit integers, 16 to 64-bit floats or complex numbers (classes and strings as numbers)"
+            )
+
+    def _decoded_sample(self, file: Any) -> npt.NDArray[Any] | None:
+        """Return what `decode` makes of the first sample, or None without `decode`."""
+        spec = self.spec
+        if spec.decode is None:
+            return None
+        sample = np.moveaxis(file[spec.dataset][(slice(None),) * self.axis + (slice(0, 1),)], self.axis, 0)
+        try:
+            decoded = np.asarray(spec.decode(sample[spec.member] if spec.member else sample))
+        except Exception as error:  # whatever the user's function raises
+            raise DataError(f"{self.where}: decode failed on the first sample: {error!r}") from error
+        if (
+            decoded.ndim == 0
+            or len(decoded) != 1
+            or decoded.size == 0
+            or decoded.dtype.newbyteorder("=") not in SUPPORTED
+        ):
+            raise DataError(
+                f"{self.where}: decode returned {decoded.dtype} of shape {decoded.shape} for one sample; it must "
+                "return an array (1, ...) of numbers for n = 1"
+            )
+        return decoded

@@ -1,0 +1,1 @@
+"""Numbers of rows in, their values out."""

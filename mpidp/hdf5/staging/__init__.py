@@ -1,0 +1,1 @@
+"""Files copied to each node's own disk: the mode `stage`."""

@@ -1,0 +1,1 @@
+"""Arrays in, HDF5 files out."""
