@@ -2,25 +2,52 @@
 
 Processes, and not threads: HDF5 does one thing at a time in a process, filters included. They are spawned, hold no
 part of the parent, and end with it, also when it is killed.
+
+Each worker answers through a pipe of its own. `concurrent.futures.ProcessPoolExecutor` has one pipe for all, which the
+parent holds open as well: when a worker is killed in the middle of a large answer, it waits for the rest for ever.
 """
 
 import os
 import signal
 import threading
+import traceback
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 
-from mpidp.errors import DataError
+from mpidp.errors import DataError, MpidpError
 from mpidp.hdf5.write.write import EncodedChunk, encode
 from mpidp.tools.convert_plan import Plan, Task
 from mpidp.tools.convert_source import Source
 
 # So many tasks a worker are dealt out: one in work, one waiting.
 AHEAD = 2
+END_TIMEOUT_S = 5.0
 
 Encoded = list[EncodedChunk]
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Why a worker has no chunks."""
+
+    error: BaseException
+
+
+@dataclass
+class _Worker:
+    """A process, this end of its pipe, and the tasks that it was dealt and has not answered, in order."""
+
+    process: BaseProcess
+    pipe: Connection
+    tasks: list[Task]
+
+    def deal(self, task: Task) -> None:
+        """Gives it a task: small, so that the pipe takes it at once, whatever the worker does."""
+        self.tasks.append(task)
+        self.pipe.send(task)
 
 
 def encode_task(source: Source, plan: Plan, task: Task) -> Encoded:
@@ -45,37 +72,58 @@ def encode_all(source: Source, plan: Plan, tasks: Sequence[Task], workers: int) 
         for task in tasks:
             yield task, encode_task(source, plan, task)
         return
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start, (source, plan))
+    team: list[_Worker] = []
     try:
-        yield from _deal(pool, tasks, workers * AHEAD)
-    except BrokenProcessPool as error:
+        for _ in range(workers):
+            team.append(_hire(source, plan))
+        yield from _share_out(team, tasks)
+    except (EOFError, ConnectionError) as error:
         raise DataError(
             "a worker process was killed or could not start, most likely for want of memory; give the same command "
             "again with fewer --workers or less --memory: what is done is kept"
         ) from error
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        _dismiss(team)
 
 
-def _deal(pool: ProcessPoolExecutor, tasks: Sequence[Task], most: int) -> Iterator[tuple[Task, Encoded]]:
-    waiting: dict[Future[Encoded], Task] = {}
+def _hire(source: Source, plan: Plan) -> _Worker:
+    context = get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_work, args=(theirs, source, plan), daemon=True)
+    process.start()
+    theirs.close()  # only the worker holds that end now: when it dies, reading ends, be it in the midst of an answer
+    return _Worker(process, ours, [])
+
+
+def _share_out(team: Sequence[_Worker], tasks: Sequence[Task]) -> Iterator[tuple[Task, Encoded]]:
     remaining = iter(tasks)
-    while True:
-        while len(waiting) < most and (task := next(remaining, None)) is not None:
-            waiting[pool.submit(_run, task)] = task
-        if not waiting:
-            return
-        for future in wait(waiting, return_when=FIRST_COMPLETED).done:
-            yield waiting.pop(future), future.result()
+    for worker in [*team] * AHEAD:
+        if (task := next(remaining, None)) is not None:
+            worker.deal(task)
+    while busy := {worker.pipe: worker for worker in team if worker.tasks}:
+        for pipe in wait(list(busy)):
+            assert isinstance(pipe, Connection)
+            worker = busy[pipe]
+            answer = pipe.recv()
+            if isinstance(answer, _Failure):
+                raise answer.error
+            done = worker.tasks.pop(0)
+            if (task := next(remaining, None)) is not None:
+                worker.deal(task)
+            yield done, answer
 
 
-_worker: tuple[Source, Plan] | None = None
+def _dismiss(team: Sequence[_Worker]) -> None:
+    """Ends all of them, whatever they do: what is not written is of no use to anybody."""
+    for worker in team:
+        worker.pipe.close()
+        worker.process.kill()
+    for worker in team:
+        worker.process.join(END_TIMEOUT_S)
 
 
-def _start(source: Source, plan: Plan) -> None:
-    """Prepare a worker: an interrupt is for the parent, and a worker without a parent ends."""
-    global _worker
-    _worker = (source, plan)
+def _work(pipe: Connection, source: Source, plan: Plan) -> None:
+    """A worker's life: an interrupt is for the parent, and a worker without a parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = parent_process()
     assert parent is not None
@@ -85,8 +133,14 @@ def _start(source: Source, plan: Plan) -> None:
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
+    while True:
+        pipe.send(_answer(source, plan, pipe.recv()))
 
 
-def _run(task: Task) -> Encoded:
-    assert _worker is not None
-    return encode_task(*_worker, task)
+def _answer(source: Source, plan: Plan, task: Task) -> Encoded | _Failure:
+    try:
+        return encode_task(source, plan, task)
+    except BaseException as error:
+        if not isinstance(error, MpidpError):  # whose place in the code nobody needs to see
+            error.add_note(f"in a worker process:\n{traceback.format_exc()}")
+        return _Failure(error)
