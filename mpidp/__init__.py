@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mpidp.train.replicas import ReplicaCheck
     from mpidp.train.stop import StopSignal
     from mpidp.train.survivors import Survivors
+    from mpidp.train.trace import Trace
     from mpidp.world.world import World, init
 
 __version__ = "0.1.0"
@@ -27,6 +28,7 @@ __all__ = [
     "ReplicaCheck",
     "StopSignal",
     "Survivors",
+    "Trace",
     "World",
     "__version__",
     "errors",
@@ -41,6 +43,7 @@ _HOMES = {
     "ReplicaCheck": "mpidp.train.replicas",
     "StopSignal": "mpidp.train.stop",
     "Survivors": "mpidp.train.survivors",
+    "Trace": "mpidp.train.trace",
     "World": "mpidp.world.world",
     "init": "mpidp.world.world",
 }

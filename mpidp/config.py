@@ -196,6 +196,10 @@ class LogSection:
     """Optimizer steps between two lines of metrics.jsonl; 0 for epochs only."""
     progress_s: float = 2.0
     """Seconds between two progress reports on the terminal."""
+    trace_steps: int = 0
+    """Optimizer steps whose phases, waits and threads are written to trace.json, for all ranks; 0 for none."""
+    trace_from: int = 10
+    """Steps of each start that come before those."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -326,6 +330,8 @@ _CHECKS: dict[str, Check] = {
     "checkpoint.keep": _at_least(1),
     "log.every_steps": _at_least(0),
     "log.progress_s": _POSITIVE,
+    "log.trace_steps": _at_least(0),
+    "log.trace_from": _at_least(0),
     "watch.stall_warning_s": _NOT_NEGATIVE,
     "watch.stall_abort_s": _NOT_NEGATIVE,
     "watch.compare_steps": _at_least(0),

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from mpidp.reduce.buckets import Bucket
+from mpidp.world.status import status
 
 # A thread inside a collective that another rank has left never ends; the job is being aborted then.
 END_TIMEOUT_S = 10.0
@@ -91,7 +92,8 @@ def _run(
             method = reduce()
             try:
                 if method is not None and not errors:
-                    method(bucket)
+                    with status.working("reduce a bucket"):
+                        method(bucket)
             except BaseException as error:
                 errors.append(error)
             del method

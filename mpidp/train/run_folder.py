@@ -29,6 +29,7 @@ class RunFolder:
     def __init__(self, path: Path):
         self.path = path
         self.metrics = path / "metrics.jsonl"
+        self.trace = path / "trace.json"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self._log_handler: logging.Handler | None = None

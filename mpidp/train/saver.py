@@ -27,6 +27,7 @@ from mpidp.world.abort import SHARED_MARK
 from mpidp.world.agreement import DelayedMaximum
 from mpidp.world.mpi import MPI
 from mpidp.world.shared_error import share_error
+from mpidp.world.status import status
 from mpidp.world.world import World
 
 log = logging.getLogger("mpidp")
@@ -269,13 +270,14 @@ def _write_parts(folder: Path, parts: dict[str, dict[str, Any]]) -> Files:
     """Writes this rank's files into a folder that some rank makes."""
     path = folder
     try:
-        folder.mkdir(exist_ok=True)
-        files = []
-        for name, state in parts.items():
-            path = folder / name
-            files.append(write_part(path, state))
-        flush_folder(folder)
-        flush_folder(folder.parent)
+        with status.working("write a checkpoint"):
+            folder.mkdir(exist_ok=True)
+            files = []
+            for name, state in parts.items():
+                path = folder / name
+                files.append(write_part(path, state))
+            flush_folder(folder)
+            flush_folder(folder.parent)
     except Exception as error:
         raise _failed(error, path) from error
     return tuple(files)
@@ -283,7 +285,8 @@ def _write_parts(folder: Path, parts: dict[str, dict[str, Any]]) -> Files:
 
 def _publish(place: Path, final: Path, manifest: Manifest, keep: int) -> Files:
     try:
-        publish(place, final, manifest)
+        with status.working("publish a checkpoint"):
+            publish(place, final, manifest)
     except Exception as error:
         raise _failed(error, place) from error
     try:

@@ -35,6 +35,7 @@ class Survivor:
         for loader in trainer.loaders():
             loader.rebuild()
         trainer.replicas.rebuild()
+        trainer.trace.abandon()
         trainer.stop.rebuild()
         trainer.stopped = ""
         trainer.given_up = max(trainer.given_up, trainer.saver.rebuild())

@@ -31,7 +31,9 @@ from mpidp.train.stop import StopSignal
 from mpidp.train.summary import describe_epoch, describe_start, describe_stop, summarise
 from mpidp.train.survivor import Survivor
 from mpidp.train.survivors import Part, Survivors
+from mpidp.train.trace import Trace
 from mpidp.world.cores import warn_of_cores
+from mpidp.world.status import BETWEEN
 from mpidp.world.world import World, init
 
 
@@ -95,6 +97,7 @@ class Trainer:
         self.replicas = ReplicaCheck(
             self.model, self.optimizer, every_steps=watch.compare_steps, on_mismatch=watch.on_mismatch
         )
+        self.trace = Trace(world, self.folder.trace, from_step=config.log.trace_from, steps=config.log.trace_steps)
         self.stop = StopSignal(world, self.folder.path / "STOP")
         self.stopped = ""
         self.begun = False
@@ -108,6 +111,7 @@ class Trainer:
             self._survive(self._train_epochs, Survivor(self))
         except BaseException as error:
             self.saver.leave(error)
+            self.trace.abandon()
             raise
         finally:
             self.recorder.close()
@@ -174,6 +178,7 @@ class Trainer:
             self.num_epochs = epoch + 1
         self.saver.finish()
         self.saver.close()
+        self.trace.close()
         self.replicas.close()
 
     def _check_saved(self) -> None:
@@ -188,7 +193,9 @@ class Trainer:
     def _train_epoch(self, epoch: int) -> None:
         """Every sample that is left of the epoch, once."""
         self.model.train()
+        self.world.status.enter(BETWEEN)
         self.recorder.restart(self.step)
+        self.trace.restart()
         batches = self.model.batches(self.loader)
         while True:
             with self.recorder.stopwatch("data"):
@@ -201,6 +208,7 @@ class Trainer:
                 self.recorder.record_training(self.step, epoch, self.optimizer)
             if _is_due(self.config.checkpoint.every_steps, self.step):
                 self._save(epoch)
+            self.trace.step()
             if self._is_asked_to_stop(epoch):
                 break
         self.recorder.record_training(self.step, epoch, self.optimizer)

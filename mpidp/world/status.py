@@ -1,16 +1,19 @@
 """What each part of this process does comes in (a phase, a wait for other ranks); what it does now goes out.
 
 One process is one rank, so there is one `status`. To say something costs less than a microsecond, and no lock: the
-watchdog's thread reads it whenever it likes.
+watchdog's thread reads it whenever it likes. While `spans` is there, it is all kept, with its times.
 """
 
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
+from mpidp.world.spans import Kind, Spans
+
 START, BETWEEN = "start", "between steps"
+_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Status:
         is_long: whether the phase may keep the other ranks waiting for as long as it likes.
         has_left: whether the main program is over.
         waits: by thread, what it waits in.
+        spans: what collects all this for a trace; None as long as nobody asked for one.
     """
 
     def __init__(self) -> None:
@@ -47,10 +51,13 @@ class Status:
         self.is_long = False
         self.has_left = False
         self.waits: dict[int, Wait] = {}
+        self.spans: Spans | None = None
 
     def enter(self, phase: str, is_long: bool = False) -> None:
         """A phase begins."""
         if phase != self.phase:
+            if self.spans is not None:
+                self.spans.enter(phase)
             self.phase, self.since, self.is_long = phase, time.monotonic(), is_long
 
     @contextmanager
@@ -66,7 +73,11 @@ class Status:
 
     def waiting(self, name: str, ranks: int = 0) -> "Waiting":
         """A context manager: this thread waits for other ranks."""
-        return Waiting(self.waits, Wait(name, ranks, threading.get_ident()))
+        return Waiting(self, Wait(name, ranks, threading.get_ident()))
+
+    def working(self, name: str) -> AbstractContextManager[object]:
+        """A context manager: this helper thread does something that a trace should show."""
+        return _NOTHING if self.spans is None else _timed(self.spans, name, "work")
 
     def longest_wait(self) -> Wait | None:
         """A thread that waits, the main one if it does."""
@@ -78,23 +89,37 @@ class Status:
         return f"at step {self.step:,}, in phase {self.phase}"
 
 
+@contextmanager
+def _timed(spans: Spans, name: str, kind: Kind) -> Iterator[None]:
+    start_ns = time.monotonic_ns()
+    try:
+        yield
+    finally:
+        spans.add(name, kind, start_ns)
+
+
 class Waiting:
     """One wait. In a wait that is already on, as where one helper calls another, the outer one stays."""
 
-    __slots__ = ("_is_outer", "_wait", "_waits")
+    __slots__ = ("_is_outer", "_spans", "_start_ns", "_status", "_wait")
 
-    def __init__(self, waits: dict[int, Wait], wait: Wait):
-        self._waits = waits
+    def __init__(self, status: Status, wait: Wait):
+        self._status = status
         self._wait = wait
-        self._is_outer = wait.thread not in waits
+        self._is_outer = wait.thread not in status.waits
 
     def __enter__(self) -> None:
         if self._is_outer:
-            self._waits[self._wait.thread] = self._wait
+            self._status.waits[self._wait.thread] = self._wait
+            self._spans = self._status.spans
+            if self._spans is not None:
+                self._start_ns = time.monotonic_ns()
 
     def __exit__(self, *error: object) -> None:
         if self._is_outer:
-            del self._waits[self._wait.thread]
+            del self._status.waits[self._wait.thread]
+            if self._spans is not None:
+                self._spans.add(self._wait.name, "wait", self._start_ns)
 
 
 status = Status()

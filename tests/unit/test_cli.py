@@ -41,7 +41,7 @@ TRAIN_OPTIONS = """
 --reduce.reducer --reduce.bucket_bytes --reduce.piece_bytes --reduce.wire --reduce.error_feedback --reduce.check_finite
 --reduce.overlap
 --checkpoint.background --checkpoint.every_epochs --checkpoint.every_steps --checkpoint.keep --checkpoint.on_failure
---log.every_steps --log.progress_s
+--log.every_steps --log.progress_s --log.trace_from --log.trace_steps
 --watch.stall_warning_s --watch.stall_abort_s --watch.compare_steps --watch.on_mismatch
 """
 
@@ -126,6 +126,7 @@ def test_public_names() -> None:
         "ReplicaCheck",
         "StopSignal",
         "Survivors",
+        "Trace",
         "World",
         "__version__",
         "errors",

@@ -23,6 +23,7 @@ from mpidp.hdf5.order.steps import Share, Step, step_rows, steps
 from mpidp.hdf5.rows.gather import RowGatherer
 from mpidp.hdf5.rows.lane_gather import GroupStore, LaneGatherer
 from mpidp.hdf5.rows.pieces import PieceReader, Selection
+from mpidp.world.status import status
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ def _by_rows(
 
     def gathered(numbers: IntArray) -> Rows:
         rows = ring.take(len(numbers))
-        gatherer.gather(numbers, rows)
+        with status.working("read rows"):
+            gatherer.gather(numbers, rows)
         return rows
 
     for step, numbers in step_rows(order, share):

@@ -15,6 +15,7 @@ from mpidp.hdf5.files.dataset import Rows
 from mpidp.hdf5.order.keyed import IntArray
 from mpidp.hdf5.order.lanes import LanePlan
 from mpidp.hdf5.rows.pieces import PieceReader
+from mpidp.world.status import status
 
 
 class GroupStore:
@@ -44,10 +45,11 @@ class GroupStore:
     def _fill(self, plan: LanePlan, number: int, place: int) -> IntArray:
         group = plan.group(number)
         first = start = place * self.capacity
-        for piece in group.pieces:
-            stop = start + piece.stop - piece.start
-            self._reader.read(piece, self.held.view(start, stop))
-            start = stop
+        with status.working("read chunks"):
+            for piece in group.pieces:
+                stop = start + piece.stop - piece.start
+                self._reader.read(piece, self.held.view(start, stop))
+                start = stop
         return group.permutation + first
 
 

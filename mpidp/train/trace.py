@@ -1,0 +1,139 @@
+"""Some steps of a running job in, `trace.json` out: what every rank did, on one time axis."""
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from mpidp.train.trace_events import as_lines, events
+from mpidp.world.clock import Reading, rank_0_ns, read_clock
+from mpidp.world.spans import Spans
+from mpidp.world.status import BETWEEN
+from mpidp.world.world import World
+
+log = logging.getLogger("mpidp")
+
+FROM_STEP, STEPS = 10, 20
+TAG = 7002
+
+
+class Trace:
+    """Traces `steps` steps, after the first `from_step` of this start, which may be slower than those to come.
+
+    In a loop of your own, `step` is called after every step of the optimizer:
+
+        trace = mpidp.Trace(world, "trace.json")
+        for batch in loader:
+            ...
+            optimizer.step()
+            trace.step()
+        trace.close()
+
+    The file is for Perfetto (ui.perfetto.dev) and chrome://tracing: a process for each rank, in it the training thread,
+    with steps, phases and waits for other ranks, and the threads that read, reduce and save. On a GPU the times are
+    those of the host, which queues work and goes on; kernels are shown by torch.profiler.
+
+    Construction is collective.
+
+    Args:
+        world: the ranks.
+        path: the file; written by rank 0, over one that is there.
+        from_step: how many steps to leave out.
+        steps: how many to trace; 0 for none, which costs nothing.
+
+    Raises:
+        ValueError: a negative number.
+    """
+
+    def __init__(self, world: World, path: str | os.PathLike[str], *, from_step: int = FROM_STEP, steps: int = STEPS):
+        if from_step < 0 or steps < 0:
+            raise ValueError(f"from_step={from_step}, steps={steps}: give numbers that are not negative")
+        self.world, self.path = world, Path(path)
+        self.from_step, self.steps = from_step, steps
+        self._count = 0
+        self._clock: Reading | None = None
+        self._step_start_ns = 0
+        if steps and from_step == 0:
+            self._begin()
+
+    def step(self) -> None:
+        """A step is over. Collective at the begin and at the end of what is traced; at others it costs nothing."""
+        self._count += 1
+        spans = self.world.status.spans
+        if self._clock is not None and spans is not None:
+            self._step_start_ns = spans.add(f"step {self.world.status.step:,}", "step", self._step_start_ns)
+        if self.steps and self._count == self.from_step:
+            self._begin()
+        elif self._count == self.from_step + self.steps:
+            self.close()
+
+    def restart(self) -> None:
+        """The next step begins now; what lies between, such as an evaluation, belongs to none."""
+        self._step_start_ns = time.monotonic_ns()
+
+    def close(self) -> None:
+        """Writes what there is, if it was not written yet. Collective."""
+        spans, self.world.status.spans = self.world.status.spans, None
+        if self._clock is None or spans is None:
+            return
+        spans.enter(BETWEEN)
+        first, self._clock = self._clock, None
+        self._write(spans, first, read_clock(self.world))
+
+    def abandon(self) -> None:
+        """Ranks have died, or this one has failed: what was traced is dropped. Not collective."""
+        if self._clock is not None:
+            self._clock = self.world.status.spans = None
+            self.steps = 0
+            log.warning("the trace was given up")
+
+    def _begin(self) -> None:
+        self._clock = read_clock(self.world)
+        self.world.status.spans = Spans(self.world.status.phase, quiet=(BETWEEN,))
+        self._step_start_ns = self._clock.at_ns
+
+    def _write(self, spans: Spans, first: Reading, last: Reading) -> None:
+        """One rank's events after the other, so that rank 0 never holds more than those of one. Collective."""
+        world = self.world
+        start_ns = min(world.comm.allgather(rank_0_ns(first.at_ns, first, last)))
+        error_ns = max(world.comm.allgather(max(first.error_ns, last.error_ns)))
+        text = as_lines(
+            events(
+                world.rank,
+                world.host,
+                threading.main_thread().name,
+                [span for span in spans.found if span.start_ns >= first.at_ns],
+                lambda ns: rank_0_ns(ns, first, last) - start_ns,
+            )
+        )
+        if world.rank != 0:
+            world.comm.send(text, 0, TAG)
+            return
+        facts = {"ranks": world.size, "nodes": world.num_nodes, "clock_error_us": error_ns / 1e3}
+        texts = self._texts(text)
+        try:
+            self._write_file(facts, texts)
+            steps = sum(span.kind == "step" for span in spans.found)
+            print(f"mpidp: trace of {steps} steps: {self.path} (open it in ui.perfetto.dev)", flush=True)
+        except OSError as error:  # no run ends for want of a trace
+            for _ in texts:  # the others wait to be rid of theirs
+                continue
+            log.warning("cannot write the trace %s: %s", self.path, error)
+            print(f"mpidp: cannot write the trace {self.path}: {error}", flush=True)
+
+    def _texts(self, own: str) -> Iterator[str]:
+        yield own
+        for rank in range(1, self.world.size):
+            yield self.world.comm.recv(source=rank, tag=TAG)
+
+    def _write_file(self, facts: dict[str, float], texts: Iterator[str]) -> None:
+        written = self.path.with_name(f"{self.path.name}.new")
+        with open(written, "w") as file:
+            file.write(f'{{"displayTimeUnit":"ms","otherData":{json.dumps(facts)},"traceEvents":[\n')
+            for number, text in enumerate(texts):
+                file.write(f",\n{text}" if number else text)
+            file.write("\n]}\n")
+        written.replace(self.path)  # a reader never meets half of it

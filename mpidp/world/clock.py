@@ -1,0 +1,80 @@
+"""The clocks of all nodes come in; what is to be added to this one's goes out, so that all show rank 0's time.
+
+F. Cristian's algorithm (Probabilistic clock synchronization, Distributed Computing 3, 1989): a clock was read half-way
+between a question and its answer, and the quickest of several answers is off by at most half the time that it took.
+"""
+
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpidp.world.mpi import MPI
+    from mpidp.world.world import World
+
+QUESTIONS = 32
+TAG = 7001  # on the library's own communicator, where nothing else travels point to point meanwhile
+
+
+@dataclass(frozen=True)
+class Reading:
+    """This node's clock beside rank 0's.
+
+    Attributes:
+        at_ns: `time.monotonic_ns` here.
+        offset_ns: to be added to it for that of rank 0.
+        error_ns: by how much that may be wrong at most, if both directions took any time they liked.
+    """
+
+    at_ns: int
+    offset_ns: int
+    error_ns: int
+
+
+def read_clock(world: "World", now_ns: Callable[[], int] = time.monotonic_ns) -> Reading:
+    """Compares the nodes' clocks: the first rank of each asks rank 0, one after the other. Collective.
+
+    Takes some round trips for each node. Ranks of one node share its monotonic clock.
+    """
+    asks = world.local_rank == 0 and world.rank != 0
+    askers = [rank for rank in world.comm.allgather(world.rank if asks else 0) if rank]
+    if world.rank == 0:
+        for rank in askers:
+            _answer(world.comm, rank, now_ns)
+    reading = _ask(world.comm, now_ns) if asks else Reading(now_ns(), 0, 0)
+    shared: Reading = world.node_comm.bcast(reading, root=0)
+    return shared
+
+
+def _answer(comm: "MPI.Intracomm", rank: int, now_ns: Callable[[], int]) -> None:
+    message = array("q", [0])
+    for _ in range(QUESTIONS):
+        comm.Recv(message, rank, TAG)
+        message[0] = now_ns()
+        comm.Send(message, rank, TAG)
+
+
+def _ask(comm: "MPI.Intracomm", now_ns: Callable[[], int]) -> Reading:
+    message = array("q", [0])
+    best: Reading | None = None
+    for _ in range(QUESTIONS):
+        start_ns = now_ns()
+        comm.Send(message, 0, TAG)
+        comm.Recv(message, 0, TAG)
+        stop_ns = now_ns()
+        middle_ns, error_ns = (start_ns + stop_ns) // 2, (stop_ns - start_ns) // 2
+        if best is None or error_ns < best.error_ns:
+            best = Reading(middle_ns, message[0] - middle_ns, error_ns)
+    assert best is not None
+    return best
+
+
+def rank_0_ns(ns: int, first: Reading, last: Reading) -> int:
+    """A time of this node in rank 0's, between two readings: clocks drift, by some microseconds a second."""
+    span_ns = last.at_ns - first.at_ns
+    if span_ns <= 0:
+        return ns + first.offset_ns
+    drift_ns = (last.offset_ns - first.offset_ns) * (ns - first.at_ns) // span_ns
+    return ns + first.offset_ns + drift_ns
