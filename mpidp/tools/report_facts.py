@@ -9,6 +9,7 @@ from typing import Any
 from mpidp.tools.report_run import Run
 
 UNKNOWN = "not recorded"
+_MOST_HOSTS = 16
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,12 @@ def _samples(run: Run) -> str:
 
 
 def _hosts(run: Run) -> str:
-    return _over_starts(run, lambda start: sorted(set(start.get("hosts") or [])) or UNKNOWN)
+    return _over_starts(run, lambda start: _some(sorted(set(start.get("hosts") or []))) or UNKNOWN)
+
+
+def _some(names: list[str]) -> list[str]:
+    """All names, or the first and the last of many."""
+    return names if len(names) <= _MOST_HOSTS else [*names[:3], f"... {len(names) - 4:,} more ...", names[-1]]
 
 
 def _num_starts(run: Run) -> str:

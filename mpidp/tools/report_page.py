@@ -47,6 +47,8 @@ summary { cursor: pointer; font-weight: 600; }
 @media print {
   body { font-size: 10pt; max-width: none; margin: 0; }
   .figures { grid-template-columns: 1fr 1fr; }
+  table { font-size: 8pt; }
+  th, td { padding-right: .5rem; }
   .scroll { overflow: visible; }
   h2 { break-after: avoid; }
 }

@@ -385,11 +385,13 @@ def test_words_and_places(run: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert [path.name for path in run.iterdir() if "partial" in path.name] == []
 
 
-def test_names_are_text_and_nothing_else(run: Path) -> None:
+def test_names_are_text_and_nothing_else(run: Path, made: Path) -> None:
     named = run.rename(run.with_name("_<b>$x_1$&amp;"))
     (named / "config.toml").write_text(f'{(named / "config.toml").read_text()}\n[extra]\nname = "</pre><script>"\n')
-    page, _ = page_of(named)
+    page, html = page_of(named, made)
     assert "./_<b>$x_1$&amp;" in page.text
+    words = {text.text for text in drawings(html)["Speed over optimizer steps"].iter(f"{SVG}text")}
+    assert {"./_<b>$x_1$&amp;", made.name} <= words
     assert not page.tags & {"b", "script"}
     assert labels([Path("a/x"), Path("b/x"), Path("b/y\t")]) == ["a/x", "b/x", "b/y?"]
 
@@ -411,6 +413,10 @@ def test_how_starts_ended(run: Path) -> None:
     assert found.end(0) == "without a word: killed, or aborted"
     assert found.end(1) == "still running"
     assert "silent" in dataclasses.replace(found, silent_s=1e6).end(1)
+    (run / "env.json").write_text(json.dumps([{"hosts": [f"node{number:03}" for number in range(200)]}]))
+    assert ["hosts", "node000, node001, node002, ... 196 more ..., node199"] in map(
+        list, facts([read(run, "run")]).rows
+    )
     (run / "env.json").write_text("[{}]")
     unknown = {row[0]: row[1] for row in facts([read(run, "run")]).rows}
     assert (unknown["ranks"], unknown["hosts"], unknown["first start"]) == ("not recorded",) * 3
