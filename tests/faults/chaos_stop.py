@@ -1,0 +1,150 @@
+"""Numbers and a seed come in; ranks are stopped for good, or for a while, at random moments; a summary goes out.
+
+Usage: python tests/faults/chaos_stop.py [--stops 20] [--slows 50] [--ranks 3] [--seed S]
+
+A rank that is stopped for good (SIGSTOP) cannot say anything, nor be told anything. The job must end by the watchdog,
+with exit code 1 and the rank named as one that is stopped; resumed, it must end with the records of an uninterrupted
+run. Ranks that are stopped and continued (SIGCONT), several times in a job, only make it slow: it must end well, with
+the same records.
+
+Exit code 1 when anything of that failed. The same seed repeats the same choices; moments differ as the machine does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from chaos_kill import ranks_of, records
+from tiny import make_workplace
+
+from jobs import finish, kill, launch, run_job
+
+WARNING_S, ABORT_S = 2.0, 8.0
+TIMEOUT_S = 180.0
+EPOCHS = 80
+WORDS = [
+    *("-m", "mpidp", "train", "run.toml", f"--train.epochs={EPOCHS}", "--checkpoint.every_epochs=4"),
+    *(f"--watch.stall_warning_s={WARNING_S}", f"--watch.stall_abort_s={ABORT_S}"),
+]
+BEGIN_S, TRAINING_S = 60.0, 4.0  # until there are records; about as long as most of the steps take
+PAUSE_S = 0.8  # the longest; well under ABORT_S
+
+
+def rank_of(pid: int) -> int:
+    """The number that the launcher gave to a process."""
+    words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    found = dict(word.split(b"=", 1) for word in words if b"=" in word)
+    return int(found.get(b"PMI_RANK", found.get(b"OMPI_COMM_WORLD_RANK", b"-1")))
+
+
+def begun(folder: Path, job: subprocess.Popen[str]) -> list[int]:
+    """The ranks of a job, when it has taken some steps."""
+    end = time.monotonic() + BEGIN_S
+    metrics = folder / "runs" / "run" / "metrics.jsonl"
+    while not (metrics.exists() and metrics.stat().st_size):
+        if job.poll() is not None or time.monotonic() > end:
+            kill(job)
+            raise AssertionError(f"the job never began: {finish(job, TIMEOUT_S).output}")
+        time.sleep(0.01)
+    return ranks_of(folder)
+
+
+def stop_once(folder: Path, ranks: int, choose: random.Random, expected: list[list[Any]]) -> str:
+    """Stop one rank for good, and resume the job that ends by it; what was wrong, or nothing."""
+    job = launch(WORDS, ranks, cwd=folder)
+    victim = choose.choice(begun(folder, job))
+    rank = rank_of(victim)
+    time.sleep(choose.uniform(0, TRAINING_S))
+    if job.poll() is not None:
+        return "the job was over already"
+    os.kill(victim, signal.SIGSTOP)
+    result = finish(job, TIMEOUT_S)
+    if result.code != 1:
+        return f"exit code {result.code} with rank {rank} stopped: {result.output}"
+    if "its process is stopped (SIGSTOP" not in result.output or f"rank {rank} " not in result.output:
+        return f"rank {rank} was stopped, and is not named: {result.output}"
+    return _resumed(folder, ranks, expected)
+
+
+def _resumed(folder: Path, ranks: int, expected: list[list[Any]]) -> str:
+    result = run_job([*WORDS, "--resume=auto"], ranks, TIMEOUT_S, cwd=folder)
+    if result.code != 0:
+        return f"resume ended with {result.code}: {result.output}"
+    newest = max((folder / "runs").iterdir(), key=lambda run: run.stat().st_mtime)
+    return "" if records(newest) == expected else "the resumed run has other records"
+
+
+def slow_once(folder: Path, ranks: int, pauses: int, choose: random.Random, expected: list[list[Any]]) -> str:
+    """Stop ranks for a while, again and again; what was wrong, or nothing."""
+    job = launch(WORDS, ranks, cwd=folder)
+    running = begun(folder, job)
+    for _ in range(pauses):
+        victim = choose.choice(running)
+        try:
+            os.kill(victim, signal.SIGSTOP)
+            time.sleep(choose.uniform(0.01, PAUSE_S))
+            os.kill(victim, signal.SIGCONT)
+        except ProcessLookupError:
+            break  # the job is over
+        time.sleep(choose.uniform(0, PAUSE_S / 4))
+    result = finish(job, TIMEOUT_S)
+    if result.code != 0:
+        return f"exit code {result.code} after {pauses} pauses: {result.output}"
+    return "" if records(folder / "runs" / "run") == expected else "a run that was slowed has other records"
+
+
+def main() -> int:
+    """Do as the words say; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stops", type=int, default=20)
+    parser.add_argument("--slows", type=int, default=50)
+    parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
+    options = parser.parse_args()
+    choose = random.Random(options.seed)
+    print(f"chaos_stop: seed {options.seed}, {options.ranks} ranks", flush=True)
+    folder = Path(tempfile.mkdtemp(prefix="chaos_stop_"))
+    whole = run_job(WORDS, options.ranks, TIMEOUT_S, cwd=_place(folder, "whole"))
+    assert whole.code == 0, whole.output
+    expected = records(folder / "whole" / "runs" / "run")
+    faults = []
+    for number in range(options.stops):
+        faults.append(stop_once(_place(folder, f"stop_{number}"), options.ranks, choose, expected))
+        _tell(f"stop {number + 1}", faults[-1])
+    left, jobs = options.slows, 0
+    while left:
+        pauses = min(left, choose.randint(2, 8))
+        left, jobs = left - pauses, jobs + 1
+        faults.append(slow_once(_place(folder, f"slow_{jobs}"), options.ranks, pauses, choose, expected))
+        _tell(f"slow job {jobs}", faults[-1])
+    wrong = sum(bool(fault) for fault in faults)
+    print(f"{options.stops} ranks stopped for good, {options.slows} pauses in {jobs} jobs: {wrong} faults")
+    if not wrong:
+        shutil.rmtree(folder)
+    return 1 if wrong else 0
+
+
+def _place(folder: Path, name: str) -> Path:
+    (folder / name).mkdir()
+    return make_workplace(folder / name)
+
+
+def _tell(name: str, fault: str) -> None:
+    if fault:
+        print(f"{name}: {fault}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
