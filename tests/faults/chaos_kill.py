@@ -55,19 +55,20 @@ def records(run: Path) -> list[list[Any]]:
 
 
 def ranks_of(folder: Path) -> list[int]:
-    """The processes of the job in `folder` that train, whatever started them."""
-    found = []
+    """The processes of the job in `folder` that train, whatever started them, without what they start themselves."""
+    found = {}
     for process in Path("/proc").iterdir():
         if not process.name.isdigit():
             continue
         try:
             words = (process / "cmdline").read_bytes().split(b"\0")
             here = Path(os.readlink(process / "cwd")) == folder
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue  # it ended meanwhile, or is not ours
         if here and b"mpidp" in words and Path(os.fsdecode(words[0])).name.startswith("python"):
-            found.append(int(process.name))
-    return sorted(found)
+            found[int(process.name)] = parent
+    return sorted(process for process, parent in found.items() if parent not in found)
 
 
 def kill_once(folder: Path, ranks: int, delay_s: float, choose: random.Random, expected: list[list[Any]]) -> Outcome:
