@@ -1,6 +1,7 @@
 """A run's `trace.json` (Chrome's trace events) enters, the mean time of each phase per step and rank leaves."""
 
 import json
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ class RankTime:
     Attributes:
         rank: its number.
         steps: how many were traced.
-        phases_s: seconds of each phase, of all steps.
-        waiting_s: seconds of waiting for other ranks, of all steps.
+        phases_s: seconds of each phase, of all steps; what is done between steps is left out.
+        waiting_s: seconds in which its training thread waited for other ranks, of all steps.
         own_s: seconds in phases, without reducing and waiting, of all steps: what the rank takes by itself.
     """
 
@@ -69,13 +70,18 @@ def _is_span(event: Any) -> bool:
     return (
         isinstance(event, dict)
         and event.get("ph") == "X"
-        and event.get("cat") in ("phase", "wait")
+        and event.get("cat") in ("step", "phase", "wait")
         and all(isinstance(event.get(key), int | float) for key in ("ts", "dur"))
         and isinstance(event.get("pid"), int)
     )
 
 
-def _rank_time(rank: int, spans: list[dict[str, Any]]) -> RankTime:
+def _rank_time(rank: int, events: list[dict[str, Any]]) -> RankTime:
+    steps = sorted((event["ts"], event["ts"] + event["dur"]) for event in events if event["cat"] == "step")
+    training = {event.get("tid") for event in events if event["cat"] == "phase"}  # helper threads wait beside it
+    spans = [event for event in events if event["cat"] != "step" and event.get("tid") in training]
+    if steps:
+        spans = [span for span in spans if _is_within(span, steps)]
     phases_us: defaultdict[str, float] = defaultdict(float)
     for span in spans:
         if span["cat"] == "phase":
@@ -84,19 +90,22 @@ def _rank_time(rank: int, spans: list[dict[str, Any]]) -> RankTime:
     together = waits + [span for span in spans if span["cat"] == "phase" and span.get("name") == _TOGETHER]
     return RankTime(
         rank=rank,
-        steps=_num_steps(spans),
+        steps=len(steps) or _num_steps(spans),
         phases_s={name: value / 1e6 for name, value in phases_us.items()},
         waiting_s=_covered_us(waits) / 1e6,
         own_s=(_covered_us(spans) - _covered_us(together)) / 1e6,
     )
 
 
+def _is_within(span: dict[str, Any], steps: list[tuple[float, float]]) -> bool:
+    """Whether the middle of a span lies in a step, and not in what is done between steps, such as an evaluation."""
+    middle = span["ts"] + span["dur"] / 2
+    number = bisect_right(steps, middle, key=lambda step: step[0])
+    return number > 0 and middle <= steps[number - 1][1]
+
+
 def _num_steps(spans: list[dict[str, Any]]) -> int:
-    """Steps that are numbered in the events' arguments; else optimizer phases, of which a step has one."""
-    arguments = [span["args"] for span in spans if isinstance(span.get("args"), dict)]
-    numbered = {given["step"] for given in arguments if isinstance(given.get("step"), int)}
-    if numbered:
-        return len(numbered)
+    """Of a trace that names no steps: how many optimizer phases it has, of which a step has one."""
     counts = Counter(span.get("name") for span in spans if span["cat"] == "phase")
     return counts["optimizer"] or min(counts.values(), default=1)
 

@@ -51,6 +51,7 @@ STRANGE_TEXT = "There are not enough slots available in the system to satisfy th
 BEFORE = {
     "README.md": [f"ln -s {sys.prefix} .venv"],
     "docs/checkpoints.md": ["mpidp train jobs/digits.toml --train.epochs=1"],
+    "docs/report.md": ["mpidp train jobs/digits.toml --train.epochs=1"] * 2,
     "docs/doctor.md": [f"echo '{STRANGE_TEXT}' >slurm-train-77.out"],
 }
 
@@ -145,6 +146,13 @@ TABLE: dict[str, dict[str, Run | Elsewhere | NotHere]] = {
         "mpidp data inspect FILE": Run("data/digits.h5", (("FILE", "data/digits.h5"),)),
         "mpidp bench loader FILE --against dataloader": Run(
             "h5py", (("FILE", "data/digits.h5 --samples 300 --repeats 1 --shuffles lanes"),)
+        ),
+    },
+    "docs/report.md": {
+        "pip install 'mpidp[report]'": REGISTRY,
+        "mpidp report runs/digits": Run("runs/digits/report.html"),
+        "mpidp report runs/digits runs/digits-2 --output both.html": Run(
+            "both.html: digits to step {}, digits-2 to step"
         ),
     },
     "docs/structure.md": {"make lint": Elsewhere(".ci/run::make lint")},

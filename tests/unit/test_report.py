@@ -139,6 +139,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "train__epochs": 3,
         "scheduler__name": "StepLR",
         "scheduler__arguments": {"step_size": 2},
+        "log__trace_steps": 3,
+        "log__trace_from": 1,
     }
     run = small_run(folder, **settings)
     shutil.rmtree(run / "checkpoints/step_00000015")
@@ -426,14 +428,20 @@ def test_the_ranks_of_a_trace(run: Path) -> None:
     """Waits lie within phases; rank 1 computes for longer, and rank 0 waits for it."""
     spans = []
     for rank, forward_us in ((0, 1000), (1, 3000)):
-        for step in range(2):
-            start = 10_000 * step
-            together = {"name": "reduce", "cat": "phase", "ts": start + forward_us, "dur": 5000 - forward_us}
-            wait = {"name": "allreduce", "cat": "wait", "ts": start + forward_us, "dur": 4000 - forward_us}
-            forward = {"name": "forward", "cat": "phase", "ts": start, "dur": forward_us}
-            rest = {"name": "optimizer", "cat": "phase", "ts": start + 5000, "dur": 500}
-            spans += [{"ph": "X", "pid": rank, "tid": 0, **event} for event in (forward, together, wait, rest)]
-    others = [{"ph": "M", "pid": 0}, {"ph": "X", "cat": "phase"}, {"ph": "X", "cat": "read", "ts": 0, "dur": 9}, 3]
+        for number in range(2):
+            start = 10_000 * number
+            for thread, name, kind, start_us, length_us in (
+                (0, f"step {number}", "step", 0, 5600),
+                (0, "forward", "phase", 0, forward_us),
+                (0, "reduce", "phase", forward_us, 5000 - forward_us),
+                (0, "allreduce", "wait", forward_us, 4000 - forward_us),
+                (1, "a request", "wait", 0, 5000),  # of a helper thread, while the other one computes
+                (0, "optimizer", "phase", 5000, 500),
+                (0, "evaluate", "phase", 5600, 900),  # between steps
+            ):
+                times = {"ts": start + start_us, "dur": length_us}
+                spans.append({"ph": "X", "pid": rank, "tid": thread, "name": name, "cat": kind, **times})
+    others = [{"ph": "M", "pid": 0}, {"ph": "X", "cat": "phase"}, {"ph": "X", "cat": "work", "ts": 0, "dur": 9}, 3]
     (run / "trace.json").write_text(json.dumps({"traceEvents": spans + others, "otherData": {}}))
     page, _ = page_of(run)
     (caption,) = [caption for caption in page.tables if "from trace.json" in caption]
@@ -443,6 +451,27 @@ def test_the_ranks_of_a_trace(run: Path) -> None:
         ["0", "2", "1.000", "4.000", "0.500", "3.000", "1.500"],
         ["1", "2", "3.000", "2.000", "0.500", "1.000", "3.500"],
     ]
+
+
+def test_the_trace_of_a_real_run(run: Path) -> None:
+    (rank,) = read_trace(run / "trace.json").ranks  # type: ignore[union-attr]
+    events = [event for event in json.loads((run / "trace.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    assert rank.steps == 3
+    for phase in ("data", "forward", "backward", "optimizer"):
+        lengths_us = [event["dur"] for event in events if event["name"] == phase and event["cat"] == "phase"]
+        assert rank.phases_s[phase] == pytest.approx(sum(lengths_us) / 1e6)
+    steps_s = sum(event["dur"] for event in events if event["cat"] == "step") / 1e6
+    assert 0 < rank.own_s < steps_s
+
+
+def test_a_trace_without_steps(run: Path) -> None:
+    events = [
+        {"ph": "X", "cat": "phase", "name": name, "ts": start, "dur": 100, "pid": 5}
+        for start, name in ((0, "forward"), (100, "optimizer"), (200, "forward"), (300, "optimizer"), (400, "forward"))
+    ]
+    (run / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    (rank,) = read_trace(run / "trace.json").ranks  # type: ignore[union-attr]
+    assert (rank.rank, rank.steps, rank.waiting_s, rank.own_s) == (5, 2, 0, pytest.approx(500e-6))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"traceEvents": null}', '{"traceEvents": [{"ph": "X"}]}'])
