@@ -65,8 +65,9 @@ def render(job: BatchJob) -> str:
     if job.requeue:
         parts += [
             "",
-            "# 75: stopped early, everything saved. The next start continues this job's own run.",
-            f"if ((code == 75 && ${{SLURM_RESTART_COUNT:-0}} < {MAX_RESTARTS})); then",
+            "# 75: stopped early, everything saved. 140: SIGUSR2 came so early that Python was not there to hear it.",
+            "# The next start continues this job's own run.",
+            f"if (((code == 75 || code == 140) && ${{SLURM_RESTART_COUNT:-0}} < {MAX_RESTARTS})); then",
             '  scontrol requeue "$SLURM_JOB_ID"',
             "fi",
         ]

@@ -13,6 +13,7 @@ from mpidp.tools.batch_script import BatchJob
 
 # Minutes, minutes:seconds, hours:minutes:seconds, days-hours and so on, as sbatch has them.
 _TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}")
+_EARLY_S = 60  # so much earlier than asked for may Slurm send a signal
 
 DESCRIPTION = """Write a batch script for Slurm and submit it: mpidp submit RUN.toml [OPTIONS] [--SECTION.KEY=VALUE ...]
 
@@ -89,6 +90,16 @@ def parse(
     return submit, job, config
 
 
+def _seconds(time: str) -> int:
+    """A time limit as sbatch has it, in seconds."""
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if not dash and len(parts) < 3:  # minutes, minutes:seconds
+        parts.insert(0, 0)
+    hours, minutes, seconds = (*parts, 0, 0)[:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
 def _check(submit: SubmitOptions) -> None:
     """Raise one `ConfigError` that lists all faults."""
     faults = []
@@ -106,6 +117,11 @@ def _check(submit: SubmitOptions) -> None:
         faults.append("how many ranks has a node? Give --gpus-per-node (a rank for each) or --ranks-per-node.")
     if not _TIME.fullmatch(submit.time):
         faults.append(f"--time={submit.time}; expected minutes, hours:minutes:seconds or days-hours, as in 4:00:00.")
+    elif submit.signal_s and 0 < _seconds(submit.time) <= submit.signal_s + _EARLY_S:  # 0: no limit
+        faults.append(
+            f"--signal-s={submit.signal_s} with --time={submit.time}: ranks could be told to stop as soon as they "
+            f"start, as Slurm tells them up to {_EARLY_S} s early. Give more time, or 0 for no warning."
+        )
     texts = (submit.partition, submit.account, submit.qos, submit.mpi, *submit.setup, *submit.sbatch)
     faults += [f"{text!r} has a line break, which would end its line of the script." for text in texts if "\n" in text]
     if faults:

@@ -1,11 +1,24 @@
 """Jobs that are interrupted by a real Slurm, requeued and continued, in the same run folder and log (Behaviour 45)."""
 
+import re
+import sys
 from pathlib import Path
 
 import pytest
 from cluster import Cluster, Job
 from workplace import check_complete, fill_in, records, starts
 
+LATE = r"""#!/bin/bash
+touch "here_$SLURM_PROCID"
+((SLURM_RESTART_COUNT)) || sleep 60
+exec "$PYTHON" "$@"
+"""
+EARLY = """
+import time
+print("nothing trained yet", flush=True)
+time.sleep(2)
+from own import Net
+"""
 SLOW = {"PAUSE_S": "0.4"}  # an epoch of 12 steps then takes 5 s, besides importing torch
 
 
@@ -66,6 +79,38 @@ def test_a_signal_by_hand(cluster: Cluster, workplace: Path) -> None:
     number = start(cluster, workplace)
     cluster.run("scancel", "--signal=TERM", number, cwd=workplace)
     check_resumed(cluster.wait(number), workplace / "runs/digits", "SIGTERM")
+
+
+def test_a_signal_before_python_is_there(cluster: Cluster, workplace: Path) -> None:
+    """It ends the ranks, which had nothing to save; the job comes back all the same, and begins."""
+    (workplace / "bin").mkdir()
+    late = workplace / "bin/python"
+    late.write_text(LATE)
+    late.chmod(0o755)
+    path = f"{workplace}/bin:{cluster.environment()['PATH']}"
+    number = cluster.submit("jobs/preemptible.sbatch", "run.toml", cwd=workplace, PATH=path, PYTHON=sys.executable)
+    cluster.wait(number, lambda job: len(list(workplace.glob("here_*"))) == 2)
+    cluster.run("scancel", "--signal=USR2", number, cwd=workplace)
+    job = cluster.wait(number)
+    assert (job.state, job.code, job.restarts) == ("COMPLETED", 0, 1), job.log
+    assert "ended with exit code 140 after 0 restarts" in job.log
+    check_complete(workplace / "runs/digits")
+
+
+def test_a_signal_at_each_start(cluster: Cluster, workplace: Path) -> None:
+    """Before the first step: each start takes a step or two and saves them, so the run gets on all the same."""
+    (workplace / "early.py").write_text(EARLY)
+    words = ("jobs/preemptible.sbatch", "run.toml", "--model.name=early:Net")
+    number = cluster.submit(*words, cwd=workplace)
+    for restart in range(2):
+        cluster.wait(number, lambda job, ranks=2 * (restart + 1): job.log.count("nothing trained yet") == ranks)
+        cluster.run("scancel", "--signal=USR2", number, cwd=workplace)
+        cluster.wait(number, lambda job, restarts=restart + 1: job.restarts == restarts)
+    job = cluster.wait(number)
+    assert (job.state, job.code, job.restarts) == ("COMPLETED", 0, 2), job.log
+    check_complete(workplace / "runs/digits")
+    first, second = map(int, re.findall(r"stopped by SIGUSR2 after step (\d+)", job.log))
+    assert 0 < first <= 2 and first < second <= first + 2  # two ranks hear of it a step later
 
 
 def test_a_cancelled_job_does_not_come_back(cluster: Cluster, workplace: Path) -> None:

@@ -89,12 +89,22 @@ def test_options_reach_the_job(run_file: str) -> None:
         ("", "how many ranks has a node"),
         ("--ranks-per-node=2 --nodes=0", "--nodes=0; expected"),
         ("--ranks-per-node=2 --time=soon", "--time=soon; expected"),
+        (
+            "--ranks-per-node=2 --time=3",
+            "--signal-s=120 with --time=3: ranks could be told to stop as soon as they start",
+        ),
+        ("--ranks-per-node=2 --time=1-2 --signal-s=93540", "--signal-s=93540 with --time=1-2: "),
         ("--ranks-per-node=2 --train.epochs=0", "train.epochs = 0"),
     ],
 )
 def test_what_cannot_be_is_refused_before_it_is_queued(run_file: str, words: str, expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         parse([run_file, *words.split()])
+
+
+@pytest.mark.parametrize("words", ["--time=3:01", "--time=3 --signal-s=0", "--time=0", "--time=1-2 --signal-s=93539"])
+def test_there_is_time_before_the_signal(run_file: str, words: str) -> None:
+    parse([run_file, "--ranks-per-node=2", *words.split()])
 
 
 def test_a_line_break_does_not_end_a_line_of_the_script(run_file: str) -> None:
