@@ -115,7 +115,8 @@ TABLE: dict[str, dict[str, Run | Elsewhere | NotHere]] = {
             "#SBATCH --ntasks-per-node=4", (("submit", "submit jobs/digits.toml --ranks-per-node 4"),)
         ),
         "make slurm": Elsewhere(".ci/run::CI=true make slurm"),
-        "scancel --signal=USR2 JOB": Elsewhere("tests/slurm/test_templates.py::test_array"),
+        "scancel --signal=USR2 JOB": Elsewhere("tests/slurm/test_submit.py::test_submitted_stopped_and_done"),
+        "scancel --signal=USR2 4711_3.0": Elsewhere("tests/slurm/test_templates.py::test_array"),
         "touch runs/digits/STOP": Elsewhere("tests/faults/test_preemption.py::test_a_file_stops_the_run_once"),
         "srun -K": Elsewhere("tests/slurm/test_srun.py::test_the_exit_code_of_a_rank_that_fails"),
     },
@@ -156,4 +157,9 @@ TABLE: dict[str, dict[str, Run | Elsewhere | NotHere]] = {
         ),
     },
     "docs/structure.md": {"make lint": Elsewhere(".ci/run::make lint")},
+    "docs/trace.md": {
+        "mpiexec -n 4 mpidp train jobs/digits.toml --log.trace_steps=20": Run(
+            "trace of 20 steps", (("digits.toml", "digits.toml --train.epochs=2"),)
+        ),
+    },
 }

@@ -80,15 +80,21 @@ def test_container(cluster: Cluster, workplace: Path) -> None:
 
 
 def test_array(cluster: Cluster, workplace: Path) -> None:
-    """Each task has its own run and its own settings; one that is stopped comes back by itself."""
+    """Each task has its own run and its own settings; one that is stopped comes back by itself, once.
+
+    The signal goes to the task's step. Sent to the task, while two others wait, Slurm 22.05 delivers it and answers
+    scancel "Job can not be altered now, try again later" nevertheless; scancel then sends it again after 5, 6, 7 s and
+    so on, ten times at most. Measured: nine times in 68 s, of which the first reached the task and the last the
+    requeued one, which stopped once more. With one task waiting, none, or a job that is no array, it was sent once.
+    """
     number = cluster.submit("--array=0-2%1", "jobs/array.sbatch", "run.toml", cwd=workplace, PAUSE_S="0.15")
     task = f"{number}_0"
     cluster.wait(task, lambda job: "  step " in job.log)
-    cluster.run("scancel", "--signal=USR2", task, cwd=workplace)
+    cluster.run("scancel", "--signal=USR2", f"{task}.0", cwd=workplace)
     for place, setting in enumerate(("lr = 0.001", "lr = 0.003", "global_batch = 128")):
         job = cluster.wait(f"{number}_{place}")
         assert (job.state, job.code) == ("COMPLETED", 0), job.log
-        assert (job.restarts > 0) == (place == 0)
+        assert job.restarts == (1 if place == 0 else 0), job.log
         folder = workplace / f"runs/digits_{place}"
         check_complete(folder)
         assert setting in (folder / "config.toml").read_text()
