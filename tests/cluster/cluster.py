@@ -1,6 +1,7 @@
-"""A program and a number of hosts in, what it printed there out. The hosts are those of hosts.sh; needs MPICH and root.
+"""A program and a number of hosts in, what it printed there out. The hosts are those of hosts.sh; needs root.
 
-Only `mpiexec` of MPICH (Hydra) is spoken here. It decides which ranks share a node by the host that it started them on.
+The launcher is the one beside this Python: MPICH's (Hydra) or Open MPI's (PRRTE). Both decide which ranks share a node
+by the host that they started them on.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 HOSTS_SCRIPT = FOLDER / "hosts.sh"
 HOST_SHELL = FOLDER / "host_shell"
-MPIEXEC = Path(sys.executable).parent / "mpiexec.hydra"
+HYDRA = Path(sys.executable).parent / "mpiexec.hydra"
+PRRTE = Path(sys.executable).parent / "prterun"
 BRIDGE = "mpidp-br0"
 HOST_PREFIX = "mpidp-h"
 MAX_HOSTS = 4
@@ -25,7 +27,19 @@ RATE = "1gbit"
 LAYOUTS = ((1, 1, 1, 1), (2, 2, 2, 2), (3, 1))  # ranks on each host
 JOB_TIMEOUT_S = 120.0  # most of a short job is eight ranks that import torch on two cores
 # Across hosts UCX may use TCP only. Inside a host MPICH does not ask UCX: it has shared memory of its own.
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0"}
+WITH_HYDRA = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0"}
+WITH_PRRTE = {
+    "PRTE_MCA_plm_ssh_agent": str(HOST_SHELL),
+    "PRTE_MCA_prte_if_include": "10.78.0.0/24",  # the hosts' and the bridge's, as hosts.sh has it
+    "PRTE_MCA_prte_tmpdir_base": "/dev/shm",  # each host's own; in /tmp daemons with the same number would meet
+    "OMPI_MCA_btl_tcp_if_include": "eth0",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_ALLOW_RUN_AS_ROOT": "1",
+    "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1"} | (WITH_HYDRA if HYDRA.exists() else WITH_PRRTE)
 
 
 class JobFailedError(AssertionError):
@@ -39,8 +53,8 @@ def missing() -> str:
     lacking = [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]
     if lacking:
         return f"needs {', '.join(lacking)} (on Debian: apt-get install iproute2 util-linux)"
-    if not MPIEXEC.exists():
-        return f"needs MPICH's mpiexec, which is not at {MPIEXEC}"
+    if not HYDRA.exists() and not PRRTE.exists():
+        return f"needs MPICH's or Open MPI's launcher, {HYDRA} or {PRRTE}"
     return ""
 
 
@@ -61,8 +75,13 @@ def hosts_down() -> None:
 def mpiexec(ranks_per_host: Sequence[int]) -> list[str]:
     """The words that start processes on the hosts: `(3, 1)` is three on the first and one on the second."""
     places = ",".join(f"{HOST_PREFIX}{number}:{count}" for number, count in enumerate(ranks_per_host, start=1))
-    launcher = ["-launcher", "rsh", "-launcher-exec", str(HOST_SHELL)]
-    return [str(MPIEXEC), "-iface", BRIDGE, *launcher, "-hosts", places]
+    if HYDRA.exists():
+        launcher = ["-launcher", "rsh", "-launcher-exec", str(HOST_SHELL)]
+        return [str(HYDRA), "-iface", BRIDGE, *launcher, "-hosts", places]
+    # A host lives as long as the command that host_shell was given, so daemons stay attached to it. All hosts have the
+    # same cores, to which nobody must be bound.
+    attached = ["--leave-session-attached", "--bind-to", "none"]
+    return [str(PRRTE.with_name("mpiexec")), *attached, "--host", places]
 
 
 def run_on_hosts(
