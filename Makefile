@@ -53,7 +53,7 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/shellcheck jobs/*.sbatch jobs/*.sh tests/slurm/*.sh
+	$(BIN)/shellcheck jobs/*.sbatch {jobs,benchmarks,tests/cluster,tests/gpu,tests/slurm}/*.sh tests/cluster/host_shell
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -72,12 +72,18 @@ down() { # everything with our names, whatever an earlier run left half done
   if [[ -d /etc/netns ]]; then rmdir --ignore-fail-on-non-empty /etc/netns; fi
 }
 
+all_or_nothing() { # at the end of `up`
+  local status=$?
+  ((status == 0)) || down
+  exit "$status"
+}
+
 command=${1:-} hosts=${2:-4} rate=${3:-1gbit}
 [[ $hosts =~ ^[0-9]+$ && $hosts -ge 1 && $hosts -le $max_hosts ]] || usage
 case $command in
   up)
     down
-    trap 'status=$?; ((status == 0)) || down; exit $status' EXIT # all of it or nothing
+    trap all_or_nothing EXIT
     up "$hosts"
     ;;
   down) down ;;
