@@ -40,12 +40,12 @@ OPENMPI_ANYWHERE := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 PR
 	PRTE_ALLOW_RUN_AS_ROOT_CONFIRM=1 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe OMPI_MCA_mpi_yield_when_idle=1
 chaos: venv
 	$(BIN)/python tests/faults/chaos_kill.py --kills $(KILLS)
-	$(BIN)/python tests/faults/chaos_stop.py --stops $(STOPS) --slows $(KILLS)
+	$(BIN)/python tests/faults/chaos_stop.py --stops $(STOPS) --slows $(KILLS) --preemptions $(KILLS)
 	$(BIN)/python tests/faults/chaos_checkpoint.py --points $(POINTS) --flips $(FLIPS)
 	OMP_NUM_THREADS=1 $(BIN)/mpiexec -n 3 $(BIN)/python tests/faults/chaos_flip.py --flips $(FLIPS)
 	$(MAKE) venv VENV=.venv-openmpi MPI=openmpi
 	$(OPENMPI_ANYWHERE) .venv-openmpi/bin/python tests/faults/chaos_kill.py --kills $(KILLS)
-	$(OPENMPI_ANYWHERE) .venv-openmpi/bin/python tests/faults/chaos_stop.py --stops $(STOPS) --slows $(KILLS)
+	$(OPENMPI_ANYWHERE) .venv-openmpi/bin/python tests/faults/chaos_stop.py --stops $(STOPS) --slows $(KILLS) --preemptions $(KILLS)
 	$(OPENMPI_ANYWHERE) .venv-openmpi/bin/python tests/faults/chaos_shrink.py --kills $(KILLS)
 
 lint: venv

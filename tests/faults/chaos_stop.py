@@ -1,11 +1,12 @@
-"""Numbers and a seed come in; ranks are stopped for good, or for a while, at random moments; a summary goes out.
+"""Numbers and a seed come in; ranks are stopped for good, for a while, or asked to stop; a summary goes out.
 
-Usage: python tests/faults/chaos_stop.py [--stops 20] [--slows 50] [--ranks 3] [--seed S]
+Usage: python tests/faults/chaos_stop.py [--stops 20] [--slows 50] [--preemptions 50] [--ranks 3] [--seed S]
 
 A rank that is stopped for good (SIGSTOP) cannot say anything, nor be told anything. The job must end by the watchdog,
-with exit code 1 and the rank named as one that is stopped; resumed, it must end with the records of an uninterrupted
-run. Ranks that are stopped and continued (SIGCONT), several times in a job, only make it slow: it must end well, with
-the same records.
+with exit code 1 and the rank named as one that is stopped. Ranks that are stopped and continued (SIGCONT), several
+times in a job, only make it slow: it must end well. SIGTERM or SIGUSR2, to one rank or to all, must end it with 75 and
+a word of why. All come at random moments, and all jobs, resumed where they ended early, must end with the records and
+the parameters of a job that nobody disturbed, bit for bit.
 
 Exit code 1 when anything of that failed. The same seed repeats the same choices; moments differ as the machine does.
 """
@@ -22,15 +23,15 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from chaos_kill import ranks_of, records
+from chaos_kill import difference, ranks_of
 from tiny import make_workplace
 
 from jobs import finish, kill, launch, run_job
 
+STOPPED_EARLY = 75
 WARNING_S, ABORT_S = 2.0, 8.0
 TIMEOUT_S = 180.0
 EPOCHS = 80
@@ -61,7 +62,7 @@ def begun(folder: Path, job: subprocess.Popen[str]) -> list[int]:
     return ranks_of(folder)
 
 
-def stop_once(folder: Path, ranks: int, choose: random.Random, expected: list[list[Any]]) -> str:
+def stop_once(folder: Path, ranks: int, choose: random.Random, whole: Path) -> str:
     """Stop one rank for good, and resume the job that ends by it; what was wrong, or nothing."""
     job = launch(WORDS, ranks, cwd=folder)
     victim = choose.choice(begun(folder, job))
@@ -75,18 +76,17 @@ def stop_once(folder: Path, ranks: int, choose: random.Random, expected: list[li
         return f"exit code {result.code} with rank {rank} stopped: {result.output}"
     if "its process is stopped (SIGSTOP" not in result.output or f"rank {rank} " not in result.output:
         return f"rank {rank} was stopped, and is not named: {result.output}"
-    return _resumed(folder, ranks, expected)
+    return _resumed(folder, ranks, whole)
 
 
-def _resumed(folder: Path, ranks: int, expected: list[list[Any]]) -> str:
+def _resumed(folder: Path, ranks: int, whole: Path, kinds: tuple[str, ...] = ("train", "validation")) -> str:
     result = run_job([*WORDS, "--resume=auto"], ranks, TIMEOUT_S, cwd=folder)
     if result.code != 0:
         return f"resume ended with {result.code}: {result.output}"
-    newest = max((folder / "runs").iterdir(), key=lambda run: run.stat().st_mtime)
-    return "" if records(newest) == expected else "the resumed run has other records"
+    return difference(folder / "runs" / "run", whole, kinds)
 
 
-def slow_once(folder: Path, ranks: int, pauses: int, choose: random.Random, expected: list[list[Any]]) -> str:
+def slow_once(folder: Path, ranks: int, pauses: int, choose: random.Random, whole: Path) -> str:
     """Stop ranks for a while, again and again; what was wrong, or nothing."""
     job = launch(WORDS, ranks, cwd=folder)
     running = begun(folder, job)
@@ -102,7 +102,28 @@ def slow_once(folder: Path, ranks: int, pauses: int, choose: random.Random, expe
     result = finish(job, TIMEOUT_S)
     if result.code != 0:
         return f"exit code {result.code} after {pauses} pauses: {result.output}"
-    return "" if records(folder / "runs" / "run") == expected else "a run that was slowed has other records"
+    return difference(folder / "runs" / "run", whole)
+
+
+def preempt_once(folder: Path, ranks: int, choose: random.Random, whole: Path) -> str:
+    """Ask one rank or all to stop, and resume; what was wrong, or nothing."""
+    job = launch(WORDS, ranks, cwd=folder)
+    running = begun(folder, job)
+    asked = running if choose.random() < 0.5 else [choose.choice(running)]
+    name = choose.choice(("SIGTERM", "SIGUSR2"))
+    time.sleep(choose.uniform(0, TRAINING_S))
+    for process in asked:
+        try:
+            os.kill(process, getattr(signal, name))
+        except ProcessLookupError:
+            break  # the job is over
+    result = finish(job, TIMEOUT_S)
+    if result.code == 0:  # it came in the last steps
+        return difference(folder / "runs" / "run", whole)
+    if result.code != STOPPED_EARLY or f"stopped by {name} after step" not in result.output:
+        return f"exit code {result.code} after {name} to {len(asked)} ranks: {result.output}"
+    # The save between two records of steps makes three of them.
+    return _resumed(folder, ranks, whole, kinds=("validation",))
 
 
 def main() -> int:
@@ -110,27 +131,34 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stops", type=int, default=20)
     parser.add_argument("--slows", type=int, default=50)
+    parser.add_argument("--preemptions", type=int, default=50)
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
     options = parser.parse_args()
     choose = random.Random(options.seed)
     print(f"chaos_stop: seed {options.seed}, {options.ranks} ranks", flush=True)
     folder = Path(tempfile.mkdtemp(prefix="chaos_stop_"))
-    whole = run_job(WORDS, options.ranks, TIMEOUT_S, cwd=_place(folder, "whole"))
-    assert whole.code == 0, whole.output
-    expected = records(folder / "whole" / "runs" / "run")
+    undisturbed = run_job(WORDS, options.ranks, TIMEOUT_S, cwd=_place(folder, "whole"))
+    assert undisturbed.code == 0, undisturbed.output
+    whole = folder / "whole" / "runs" / "run"
     faults = []
     for number in range(options.stops):
-        faults.append(stop_once(_place(folder, f"stop_{number}"), options.ranks, choose, expected))
+        faults.append(stop_once(_place(folder, f"stop_{number}"), options.ranks, choose, whole))
         _tell(f"stop {number + 1}", faults[-1])
     left, jobs = options.slows, 0
     while left:
         pauses = min(left, choose.randint(2, 8))
         left, jobs = left - pauses, jobs + 1
-        faults.append(slow_once(_place(folder, f"slow_{jobs}"), options.ranks, pauses, choose, expected))
+        faults.append(slow_once(_place(folder, f"slow_{jobs}"), options.ranks, pauses, choose, whole))
         _tell(f"slow job {jobs}", faults[-1])
+    for number in range(options.preemptions):
+        faults.append(preempt_once(_place(folder, f"preemption_{number}"), options.ranks, choose, whole))
+        _tell(f"preemption {number + 1}", faults[-1])
     wrong = sum(bool(fault) for fault in faults)
-    print(f"{options.stops} ranks stopped for good, {options.slows} pauses in {jobs} jobs: {wrong} faults")
+    print(
+        f"{options.stops} ranks stopped for good, {options.slows} pauses in {jobs} jobs, {options.preemptions} "
+        f"preemptions: {wrong} faults"
+    )
     if not wrong:
         shutil.rmtree(folder)
     return 1 if wrong else 0
