@@ -1,0 +1,1 @@
+"""Words of the command line in, exit codes out: one file for the commands of a kind. They import late."""
