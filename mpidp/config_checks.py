@@ -1,4 +1,4 @@
-"""A configuration enters; all that is wrong with its values leaves, in one error. What needs a file is checked later."""
+"""A configuration enters; all that is wrong with its values leaves, in one error. What needs files is checked later."""
 
 import dataclasses
 import math
