@@ -25,6 +25,7 @@ SEEN = {
     "text.psec": "[node1:7] PMIX ERROR: NOT-FOUND in file psec_munge.c at line 134",
     "text.gds": "[node1:7] PMIX ERROR: ERROR in file gds_ds12_lock_pthread.c at line 168",
     "text.pmi2_init": "PMI2 init failed: 1",
+    "text.pmi2_value": "slurmstepd: error: mpi/pmi2: value not properly terminated in client request",
     "text.cuda_ipc": "The call to cuIpcOpenMemHandle failed. This is an unrecoverable error",
     "text.gpu_segfault": "[node1:7] Signal code: Invalid permissions (2)",
     "text.gtl": "MPIDI_CRAY_init: GPU_SUPPORT_ENABLED is requested, but GTL library is not linked",

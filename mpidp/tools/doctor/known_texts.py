@@ -67,6 +67,13 @@ KNOWN = (
         "srun -n 1 ...; mpidp --help, submit and status start no MPI",
     ),
     Known(
+        "text.pmi2_value",
+        Level.FAIL,
+        r"value not properly terminated in client request|MPIDI_UCX_comm_addr_exchange",
+        "MPICH with UCX sends Slurm's PMI-2 longer lines than it reads",
+        "export MPIR_CVAR_CH4_NETMOD=ofi, or load the site's own MPICH",
+    ),
+    Known(
         "text.cuda_ipc",
         Level.FAIL,
         r"cuIpcOpenMemHandle failed|cuIpcGetMemHandle failed",
