@@ -35,8 +35,9 @@ def without_measured(line: str) -> str:
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     """A folder as the project's is for someone who types these commands, without the package itself."""
-    for folder in ("jobs", "data"):
-        shutil.copytree(ROOT / folder, tmp_path / folder)
+    shutil.copytree(ROOT / "jobs", tmp_path / "jobs")
+    (tmp_path / "data").mkdir()
+    shutil.copy(ROOT / "data/digits.h5", tmp_path / "data")  # all data that a checkout has
     shutil.copy(ROOT / "Makefile", tmp_path)
     return tmp_path
 
