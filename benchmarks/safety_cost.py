@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import mpidp
-from mpidp.tools.workloads import MODELS, Workload, make_workload
+from mpidp.tools.bench.workloads import MODELS, Workload, make_workload
 from mpidp.train.parallel import DataParallel
 from mpidp.train.replicas import ReplicaCheck
 from mpidp.train.stop import StopSignal

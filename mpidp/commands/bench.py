@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from mpidp.commands.words import DONE, Command, dispatch, parsed, say, speaks
 
 if TYPE_CHECKING:
-    from mpidp.tools.bench_options import AllreduceOptions, StepOptions
+    from mpidp.tools.bench.options import AllreduceOptions, StepOptions
 
 USAGE_TEXT = """usage: mpidp bench COMMAND [OPTIONS]
 
@@ -23,7 +23,7 @@ fair figures on CPUs need OMP_NUM_THREADS set to the cores of a rank."""
 
 def bench(words: list[str]) -> int:
     """Run one of them."""
-    from mpidp.tools.bench_options import AllreduceOptions, StepOptions
+    from mpidp.tools.bench.options import AllreduceOptions, StepOptions
 
     commands: dict[str, Command] = {
         "allreduce": partial(_measure, AllreduceOptions),
@@ -34,20 +34,20 @@ def bench(words: list[str]) -> int:
 
 
 def _measure(kind: "type[AllreduceOptions] | type[StepOptions]", words: list[str]) -> int:
-    from mpidp.tools.bench_options import parse
+    from mpidp.tools.bench.options import parse
 
     options = parsed(lambda: parse(kind, words, console_outputs=speaks()))
-    from mpidp.tools.bench import bench
+    from mpidp.tools.bench.bench import bench
 
     say(bench(options))
     return DONE
 
 
 def _loader(words: list[str]) -> int:
-    from mpidp.tools.bench_options import LoaderOptions, parse
+    from mpidp.tools.bench.options import LoaderOptions, parse
 
     options = parsed(lambda: parse(LoaderOptions, words))
-    from mpidp.tools.bench_loader import bench_loader
+    from mpidp.tools.bench.loader import bench_loader
 
     print(bench_loader(options))
     return DONE

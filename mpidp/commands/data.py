@@ -38,7 +38,7 @@ def _inspect(words: list[str]) -> int:
         return DONE
     if len(words) != 1:
         raise ConfigError(f"mpidp data inspect takes one FILE; found {len(words)} words: {' '.join(words)}")
-    from mpidp.tools.inspect import inspect
+    from mpidp.tools.inspect.inspect import inspect
 
     say(inspect(words[0]))
     return DONE
@@ -48,7 +48,7 @@ def _verify(words: list[str]) -> int:
     from mpidp.tools.data_options import VerifyOptions
 
     options = _options(VerifyOptions, words)
-    from mpidp.tools.verify import verify_by
+    from mpidp.tools.verify.verify import verify_by
 
     text, is_sound = verify_by(options)
     say(text)
@@ -62,7 +62,7 @@ def _convert(words: list[str]) -> int:
 
     options = _options(ConvertOptions, words)
     _check_alone("convert")
-    from mpidp.tools.convert_open import convert_by
+    from mpidp.tools.convert.open import convert_by
 
     say(convert_by(options))
     return DONE
@@ -73,7 +73,7 @@ def _make(words: list[str]) -> int:
 
     options = _options(MakeOptions, words)
     _check_alone("make")
-    from mpidp.tools.convert_open import make_by
+    from mpidp.tools.convert.open import make_by
 
     say(make_by(options))
     return DONE

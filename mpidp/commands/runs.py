@@ -41,10 +41,10 @@ def report(words: list[str]) -> int:
     """Write a page about runs."""
     if not speaks():
         return DONE  # one process answers for all
-    from mpidp.tools.report_options import parse
+    from mpidp.tools.report.options import parse
 
     options = parsed(lambda: parse(words))
-    from mpidp.tools.report import report
+    from mpidp.tools.report.report import report
 
     say(report(options.runs, options.output))
     return DONE

@@ -6,9 +6,11 @@ from mpidp.errors import MpidpError
 from mpidp.models.gpt import gpt
 from mpidp.reduce.buckets import Bucket
 from mpidp.reduce.flat import FlatReducer
-from mpidp.tools import bench_allreduce, bench_step, workloads
-from mpidp.tools.baselines import gloo
-from mpidp.tools.bench_options import AllreduceOptions, StepOptions
+from mpidp.tools.bench import allreduce as bench_allreduce
+from mpidp.tools.bench import step as bench_step
+from mpidp.tools.bench import workloads
+from mpidp.tools.bench.baselines import gloo
+from mpidp.tools.bench.options import AllreduceOptions, StepOptions
 from mpidp.world.world import World
 
 SIZES = (4, 4096, 100_004)  # fewer elements than ranks; in one piece; a slice of odd length

@@ -14,9 +14,11 @@ from mpidp.errors import ConfigError, LaunchError, MpidpError
 from mpidp.models.gpt import gpt
 from mpidp.reduce.buckets import Bucket
 from mpidp.reduce.flat import FlatReducer
-from mpidp.tools import baselines, bench_allreduce, bench_step, workloads
-from mpidp.tools.bench_options import AllreduceOptions, StepOptions, parse
-from mpidp.tools.timing import Side, Times, measure
+from mpidp.tools.bench import allreduce as bench_allreduce
+from mpidp.tools.bench import baselines, workloads
+from mpidp.tools.bench import step as bench_step
+from mpidp.tools.bench.options import AllreduceOptions, StepOptions, parse
+from mpidp.tools.bench.timing import Side, Times, measure
 from mpidp.world.world import World, init
 
 REPORT_KEYS = {"kind", "ranks", "nodes", "device", "mpi", "torch", "threads", "repeats", "rows"}

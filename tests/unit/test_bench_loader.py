@@ -10,8 +10,8 @@ import pytest
 from mpidp.cli import main
 from mpidp.errors import MpidpError
 from mpidp.hdf5.files.describe import describe
-from mpidp.tools.bench_loader import _passes
-from mpidp.tools.loader_baselines import BatchDataset, LazyDataset, data_loader, whole_chunks
+from mpidp.tools.bench.loader import _passes
+from mpidp.tools.bench.loader_baselines import BatchDataset, LazyDataset, data_loader, whole_chunks
 
 ROWS = 300
 

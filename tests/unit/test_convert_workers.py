@@ -8,10 +8,10 @@ import pytest
 
 from mpidp.errors import DataError
 from mpidp.hdf5.write.write_filters import parse_filters
-from mpidp.tools import convert_workers
-from mpidp.tools.convert_arrays import open_npy
-from mpidp.tools.convert_plan import Layout, Plan, make_plan
-from mpidp.tools.convert_source import Source
+from mpidp.tools.convert import workers as convert_workers
+from mpidp.tools.convert.arrays import open_npy
+from mpidp.tools.convert.plan import Layout, Plan, make_plan
+from mpidp.tools.convert.source import Source
 
 ROWS, ROW_BYTES = 4096, 4096  # four tasks of 4 MiB, more than any pipe takes at once
 

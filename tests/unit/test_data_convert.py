@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from mpidp.errors import DataError
 from mpidp.hdf5.write.write import NewDataset, encode
 from mpidp.hdf5.write.write_filters import LEVELS, Filters, parse_filters
-from mpidp.tools.convert_hdf5 import HDF5Source
-from mpidp.tools.convert_plan import Layout, default_chunk_rows, make_plan
-from mpidp.tools.make import SyntheticSource
+from mpidp.tools.convert.hdf5 import HDF5Source
+from mpidp.tools.convert.make import SyntheticSource
+from mpidp.tools.convert.plan import Layout, default_chunk_rows, make_plan
 
 ROWS = 103
 DTYPES = ("?", "i1", "u2", ">i4", "i8", "u8", "f2", "<f4", ">f8", "c8", "S5")

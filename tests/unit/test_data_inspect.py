@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpidp.hdf5.files.listing import list_datasets
-from mpidp.tools.advice import advice
-from mpidp.tools.amplification import Order, StoredField, amplification
+from mpidp.tools.inspect.advice import advice
+from mpidp.tools.inspect.amplification import Order, StoredField, amplification
 
 MIB = 1 << 20
 

@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from small_runs import records, small_run
 
 from mpidp.cli import main
-from mpidp.tools.report import labels, report
-from mpidp.tools.report_curves import events, gaps, panels
-from mpidp.tools.report_facts import facts
-from mpidp.tools.report_phases import _columns, phases_of
-from mpidp.tools.report_run import read
-from mpidp.tools.report_tables import numbers
-from mpidp.tools.report_trace import _covered_us, read_trace
+from mpidp.tools.report.curves import events, gaps, panels
+from mpidp.tools.report.facts import facts
+from mpidp.tools.report.phases import _columns, phases_of
+from mpidp.tools.report.report import labels, report
+from mpidp.tools.report.run import read
+from mpidp.tools.report.tables import numbers
+from mpidp.tools.report.trace import _covered_us, read_trace
 
 SVG = "{http://www.w3.org/2000/svg}"
 VOID = {"meta", "link", "br", "img", "hr"}

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from mpidp.errors import MpidpError
 from mpidp.models.mlp import mlp
-from mpidp.tools.timing import Side, measure
+from mpidp.tools.bench.timing import Side, measure
 from mpidp.train.checkpoint import load
 from mpidp.train.parallel import DataParallel
 from mpidp.train.saver import Saver

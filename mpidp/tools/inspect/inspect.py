@@ -10,9 +10,9 @@ from mpidp.errors import DataError
 from mpidp.hdf5.files.dataset import DataSet
 from mpidp.hdf5.files.describe import absolute_paths, describe
 from mpidp.hdf5.files.listing import DatasetInfo, list_datasets
-from mpidp.tools.advice import advice
-from mpidp.tools.amplification import Order, StoredField, amplification
-from mpidp.tools.loader_facts import loader_facts
+from mpidp.tools.inspect.advice import advice
+from mpidp.tools.inspect.amplification import Order, StoredField, amplification
+from mpidp.tools.inspect.loader_facts import loader_facts
 from mpidp.tools.table import size_text, table
 
 _ORDERS: tuple[Order, ...] = ("lanes", "full", "none")

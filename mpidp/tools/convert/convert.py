@@ -13,10 +13,10 @@ from pathlib import Path
 from mpidp.errors import ConfigError, DataError
 from mpidp.hdf5.files.file import open_file
 from mpidp.hdf5.write.write import write_file
-from mpidp.tools.convert_log import PartLog
-from mpidp.tools.convert_plan import Layout, Plan, Task, make_plan
-from mpidp.tools.convert_source import Source
-from mpidp.tools.convert_workers import encode_all
+from mpidp.tools.convert.log import PartLog
+from mpidp.tools.convert.plan import Layout, Plan, Task, make_plan
+from mpidp.tools.convert.source import Source
+from mpidp.tools.convert.workers import encode_all
 from mpidp.tools.table import size_text
 from mpidp.tools.ticker import Ticker
 

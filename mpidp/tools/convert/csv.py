@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from mpidp.errors import ConfigError, DataError
 from mpidp.hdf5.order.keyed import IntArray
-from mpidp.tools.convert_csv_options import CsvOptions, choose, is_integer, is_number
-from mpidp.tools.convert_source import Source, SourceField, Values, file_identity, is_run
+from mpidp.tools.convert.csv_options import CsvOptions, choose, is_integer, is_number
+from mpidp.tools.convert.source import Source, SourceField, Values, file_identity, is_run
 
 LABELS, CLASSES = "y", "y_classes"
 

@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from contextlib import nullcontext
 
-from mpidp.tools import bench_allreduce, bench_step
-from mpidp.tools.baselines import gloo
-from mpidp.tools.bench_options import AllreduceOptions, StepOptions
-from mpidp.tools.bench_report import make_report
-from mpidp.tools.variant import parse_variant
+from mpidp.tools.bench import allreduce as bench_allreduce
+from mpidp.tools.bench import step as bench_step
+from mpidp.tools.bench.baselines import gloo
+from mpidp.tools.bench.options import AllreduceOptions, StepOptions
+from mpidp.tools.bench.report import make_report
+from mpidp.tools.bench.variant import parse_variant
 from mpidp.world.world import init
 
 Columns = Mapping[str, tuple[str, float]]

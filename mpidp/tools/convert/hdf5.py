@@ -12,7 +12,7 @@ from mpidp.hdf5.files.file import Facts, inspect, open_file
 from mpidp.hdf5.files.listing import list_datasets
 from mpidp.hdf5.order.keyed import IntArray
 from mpidp.hdf5.write.write import Template, holds_references, skipped_attributes
-from mpidp.tools.convert_source import Source, SourceField, Values, file_identity
+from mpidp.tools.convert.source import Source, SourceField, Values, file_identity
 
 # Where there are no chunks, so much is read at a time.
 _SPAN_BYTES = 4 << 20

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpidp.errors import ConfigError
-from mpidp.tools.report_run import read
+from mpidp.tools.report.run import read
 from mpidp.tools.table import size_text
 
 NAME = "report.html"
@@ -26,7 +26,7 @@ def report(paths: Sequence[Path], output: Path | None) -> str:
     """
     runs = [read(path, label) for path, label in zip(paths, labels(list(paths)), strict=True)]
     try:
-        from mpidp.tools.report_page import MARK, page
+        from mpidp.tools.report.page import MARK, page
     except ImportError as error:
         raise ConfigError(f"mpidp report draws with a package: pip install 'mpidp[report]' ({error})") from error
     target = output or paths[0] / NAME

@@ -6,12 +6,11 @@ from html import escape
 from string import Template
 
 import mpidp
-from mpidp.tools import report_figures as figures
-from mpidp.tools import report_tables as tables
-from mpidp.tools.report_curves import Panel, events, gaps, panels
-from mpidp.tools.report_facts import Table, differences, facts, starts
-from mpidp.tools.report_phases import Phases, phases_of
-from mpidp.tools.report_run import Run
+from mpidp.tools.report import figures, tables
+from mpidp.tools.report.curves import Panel, events, gaps, panels
+from mpidp.tools.report.facts import Table, differences, facts, starts
+from mpidp.tools.report.phases import Phases, phases_of
+from mpidp.tools.report.run import Run
 
 # How a report is known, so that no other file is overwritten.
 MARK = '<meta name="generator" content="mpidp report'

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from mpidp.tools.report_run import Run
+from mpidp.tools.report.run import Run
 
 # More columns than this are not seen apart in a figure.
 _MOST_COLUMNS = 400

@@ -19,8 +19,8 @@ from multiprocessing.process import BaseProcess
 
 from mpidp.errors import DataError, MpidpError
 from mpidp.hdf5.write.write import EncodedChunk, encode
-from mpidp.tools.convert_plan import Plan, Task
-from mpidp.tools.convert_source import Source
+from mpidp.tools.convert.plan import Plan, Task
+from mpidp.tools.convert.source import Source
 
 # So many tasks a worker are dealt out: one in work, one waiting.
 AHEAD = 2

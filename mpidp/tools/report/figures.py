@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, NullFormatter, StrMethodFormatter
 
-from mpidp.tools.report_curves import Curve, Event, Panel
-from mpidp.tools.report_phases import Phases
+from mpidp.tools.report.curves import Curve, Event, Panel
+from mpidp.tools.report.phases import Phases
 
 # Told apart by most colour-blind readers: the palette of Okabe and Ito, without black and yellow.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")

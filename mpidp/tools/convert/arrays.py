@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from mpidp.errors import DataError
 from mpidp.hdf5.order.keyed import IntArray
-from mpidp.tools.convert_source import Source, SourceField, Values, file_identity, is_run
+from mpidp.tools.convert.source import Source, SourceField, Values, file_identity, is_run
 
 
 class ArraySource(Source):

@@ -6,7 +6,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from mpidp.tools.report_run import Run
+from mpidp.tools.report.run import Run
 
 UNKNOWN = "not recorded"
 _MOST_HOSTS = 16

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mpidp.errors import CheckpointError, ConfigError
-from mpidp.tools.report_trace import Trace, read_trace
+from mpidp.tools.report.trace import Trace, read_trace
 from mpidp.tools.run_state import SILENT_S, read_starts
 from mpidp.train import manifest as manifests
 from mpidp.train.checkpoint import newest_first

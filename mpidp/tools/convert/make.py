@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from mpidp.errors import ConfigError
 from mpidp.hdf5.order.keyed import IntArray, check_seed, words
-from mpidp.tools.convert_source import Source, SourceField, Values
+from mpidp.tools.convert.source import Source, SourceField, Values
 
 # Purposes of random streams; those of hdf5/order/keyed.py are below 100.
 _LABELS, _MEANS, _NOISE = 101, 102, 103

@@ -15,8 +15,8 @@ from mpidp.hdf5.files.dangling import virtual_gaps, walk
 from mpidp.hdf5.files.file import inspect, open_file
 from mpidp.tools.data_options import VerifyOptions
 from mpidp.tools.ticker import Ticker
-from mpidp.tools.verify_report import FileReport, merge, to_json, to_text
-from mpidp.tools.verify_scan import Finding, Scan, Work, describe_work
+from mpidp.tools.verify.report import FileReport, merge, to_json, to_text
+from mpidp.tools.verify.scan import Finding, Scan, Work, describe_work
 from mpidp.world.launch import launch_facts
 
 if TYPE_CHECKING:

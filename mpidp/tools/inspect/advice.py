@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from mpidp.hdf5.files.listing import DatasetInfo
-from mpidp.tools.convert_plan import default_chunk_rows
+from mpidp.tools.convert.plan import default_chunk_rows
 from mpidp.tools.table import size_text
 
 # Below, a chunk costs more to find than to read; above, few of them fill the memory of a rank.

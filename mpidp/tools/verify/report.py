@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from mpidp.tools.table import size_text
-from mpidp.tools.verify_scan import Bad, Finding, Scan, Work
+from mpidp.tools.verify.scan import Bad, Finding, Scan, Work
 
 _KIND_TEXT = {
     "non-finite": "values are not finite",

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from mpidp.errors import MpidpError
 from mpidp.reduce.reducer import REDUCERS
-from mpidp.tools.baselines import ddp
-from mpidp.tools.bench_options import StepOptions
-from mpidp.tools.bench_report import Row
-from mpidp.tools.timing import Side, Times, measure
-from mpidp.tools.variant import parse_variant
-from mpidp.tools.workloads import Workload, make_workload
+from mpidp.tools.bench.baselines import ddp
+from mpidp.tools.bench.options import StepOptions
+from mpidp.tools.bench.report import Row
+from mpidp.tools.bench.timing import Side, Times, measure
+from mpidp.tools.bench.variant import parse_variant
+from mpidp.tools.bench.workloads import Workload, make_workload
 from mpidp.train.parallel import DataParallel
 from mpidp.world.mpi import MPI
 from mpidp.world.world import World

@@ -8,16 +8,16 @@ from pathlib import Path
 from mpidp.errors import ConfigError, DataError
 from mpidp.hdf5.order.keyed import check_seed
 from mpidp.hdf5.write.write_filters import parse_filters
-from mpidp.tools.convert import convert
-from mpidp.tools.convert_arrays import open_npy, open_npz
-from mpidp.tools.convert_csv import CsvSource
-from mpidp.tools.convert_csv_options import CsvOptions
-from mpidp.tools.convert_hdf5 import HDF5Source
-from mpidp.tools.convert_images import ImageOptions, ImageSource
-from mpidp.tools.convert_plan import Layout
-from mpidp.tools.convert_source import Source
+from mpidp.tools.convert.arrays import open_npy, open_npz
+from mpidp.tools.convert.convert import convert
+from mpidp.tools.convert.csv import CsvSource
+from mpidp.tools.convert.csv_options import CsvOptions
+from mpidp.tools.convert.hdf5 import HDF5Source
+from mpidp.tools.convert.images import ImageOptions, ImageSource
+from mpidp.tools.convert.make import SyntheticSource
+from mpidp.tools.convert.plan import Layout
+from mpidp.tools.convert.source import Source
 from mpidp.tools.data_options import ConvertOptions, MakeOptions, Written
-from mpidp.tools.make import SyntheticSource
 
 HDF5_SUFFIXES = (".h5", ".hdf5", ".he5", ".hdf", ".nc", ".mat")
 _ONLY = {

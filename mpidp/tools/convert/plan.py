@@ -12,7 +12,7 @@ from mpidp.hdf5.order.bijection import Bijection
 from mpidp.hdf5.order.keyed import IntArray
 from mpidp.hdf5.write.write import MOST_CHUNK_BYTES, NewDataset
 from mpidp.hdf5.write.write_filters import Filters
-from mpidp.tools.convert_source import Source, SourceField
+from mpidp.tools.convert.source import Source, SourceField
 
 DEFAULT_CHUNK_BYTES = 512 << 10
 # Small files get smaller chunks, down to this: lanes and ranks need some chunks to share.

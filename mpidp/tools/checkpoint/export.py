@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpidp.errors import ConfigError
-from mpidp.tools.checkpoint import newest_whole
+from mpidp.tools.checkpoint.checkpoint import newest_whole
 from mpidp.tools.table import size_text
 from mpidp.train.checkpoint import STATE, read
 

@@ -29,9 +29,9 @@ from mpidp.hdf5.files.describe import absolute_paths, describe
 from mpidp.hdf5.loader import HDF5Loader
 from mpidp.hdf5.order.order import Shuffle
 from mpidp.hdf5.rows.decoding import decoding
-from mpidp.tools.bench_options import LoaderOptions
-from mpidp.tools.loader_baselines import data_loader, one_row, whole_chunks
-from mpidp.tools.loader_ceiling import Ceiling
+from mpidp.tools.bench.loader_baselines import data_loader, one_row, whole_chunks
+from mpidp.tools.bench.loader_ceiling import Ceiling
+from mpidp.tools.bench.options import LoaderOptions
 from mpidp.tools.table import table
 
 _CHECKED_ROWS = 16

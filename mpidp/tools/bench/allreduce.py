@@ -15,11 +15,11 @@ from mpidp.reduce.buckets import Buckets
 from mpidp.reduce.choice import decide, make_reducer
 from mpidp.reduce.options import ReducerOptions
 from mpidp.reduce.reducer import REDUCERS, Reducer
-from mpidp.tools.baselines import gloo_sum
-from mpidp.tools.bench_options import BUFFER_ITEMSIZE, AllreduceOptions
-from mpidp.tools.bench_report import Row
-from mpidp.tools.timing import Side, measure
-from mpidp.tools.variant import parse_variant
+from mpidp.tools.bench.baselines import gloo_sum
+from mpidp.tools.bench.options import BUFFER_ITEMSIZE, AllreduceOptions
+from mpidp.tools.bench.report import Row
+from mpidp.tools.bench.timing import Side, measure
+from mpidp.tools.bench.variant import parse_variant
 from mpidp.world.mpi import MPI
 from mpidp.world.world import World
 

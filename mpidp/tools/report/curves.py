@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mpidp.tools.report_run import Run, Series
+from mpidp.tools.report.run import Run, Series
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Sequence
 
-from mpidp.tools.report_curves import Event, Panel
-from mpidp.tools.report_facts import Table
-from mpidp.tools.report_phases import Phases
-from mpidp.tools.report_run import Run
-from mpidp.tools.report_trace import RankTime
+from mpidp.tools.report.curves import Event, Panel
+from mpidp.tools.report.facts import Table
+from mpidp.tools.report.phases import Phases
+from mpidp.tools.report.run import Run
+from mpidp.tools.report.trace import RankTime
 from mpidp.tools.table import size_text
 
 

@@ -1,0 +1,1 @@
+"""An HDF5 file in, what the loader will make of it out: behind `mpidp data inspect`."""

@@ -1,0 +1,1 @@
+"""HDF5 files in, all that is wrong with them out: behind `mpidp data verify`."""
