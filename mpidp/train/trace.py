@@ -76,6 +76,7 @@ class Trace:
 
     def close(self) -> None:
         """Writes what there is, if it was not written yet. Collective."""
+        self.steps = 0
         spans, self.world.status.spans = self.world.status.spans, None
         if self._clock is None or spans is None:
             return
@@ -84,10 +85,13 @@ class Trace:
         self._write(spans, first, read_clock(self.world))
 
     def abandon(self) -> None:
-        """Ranks have died, or this one has failed: what was traced is dropped. Not collective."""
-        if self._clock is not None:
-            self._clock = self.world.status.spans = None
+        """Ranks have died, or this one has failed: there will be no trace. Not collective.
+
+        Also where none was begun: the others may have taken one step more or less, and begin and end need all.
+        """
+        if self.steps:
             self.steps = 0
+            self._clock = self.world.status.spans = None
             log.warning("the trace was given up")
 
     def _begin(self) -> None:

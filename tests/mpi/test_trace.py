@@ -117,6 +117,21 @@ def test_when_off_nothing_is_kept(world: World, mpi_tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("steps_before", [1, 3])
+def test_a_trace_that_is_given_up_needs_nobody(world: World, mpi_tmp_path: Path, steps_before: int) -> None:
+    """Before it began and in the middle: ranks that stand one step apart do not wait for each other afterwards."""
+    trace = Trace(world, mpi_tmp_path / "trace.json", from_step=2, steps=4)
+    for _ in range(steps_before):
+        trace.step()
+    trace.abandon()
+    assert status.spans is None
+    for _ in range(10 + world.rank):
+        trace.step()
+    trace.close()
+    assert not (mpi_tmp_path / "trace.json").exists()
+
+
+@pytest.mark.mpi
 def test_a_trace_that_cannot_be_written_ends_no_run(
     world: World, mpi_tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
