@@ -25,7 +25,7 @@ test: venv
 	$(BIN)/python tests/run_tests.py --venv $(VENV) --mpi $(MPI)
 
 cluster: venv
-	$(BIN)/python -m pytest tests/cluster
+	$(BIN)/python -m pytest -o faulthandler_timeout=300 tests/cluster
 
 slurm: venv
 	$(BIN)/python -m pytest -o faulthandler_timeout=300 tests/slurm

@@ -31,7 +31,7 @@ OPEN_MPI = {  # as root, and with more ranks than cores, which then give way to 
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "OMPI_MCA_mpi_yield_when_idle": "1",
 }
-TERMINATE_S = 10
+TERMINATE_S, PATIENCE_S = 10, 300
 
 
 def run_rank(folder: Path, words: list[str]) -> None:
@@ -101,7 +101,9 @@ def run(kind: str, ranks: int | None, options: argparse.Namespace) -> Counter[st
     binaries = Path(os.path.abspath(options.venv)) / "bin"
     launcher = [] if ranks is None else [str(binaries / "mpiexec"), "-n", str(ranks)]
     program = [str(binaries / "python"), str(TESTS / "run_tests.py"), "--as-rank", str(folder)]
-    words = [str(TESTS / kind), *options.words]
+    # Alone, pytest-timeout ends what hangs; tests that start several jobs may take longer than a hang on many ranks may.
+    patience = [] if ranks else ["-o", f"faulthandler_timeout={PATIENCE_S}"]
+    words = [str(TESTS / kind), *patience, *options.words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | (OPEN_MPI if options.mpi == "openmpi" else {})
     start = time.monotonic()
     wrong = execute([*launcher, *program, *words], environment, options.timeout_s)
