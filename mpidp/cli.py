@@ -59,6 +59,8 @@ exit codes: 0 done, 1 failed, 2 usage or configuration, 3 doctor found a failure
 
 def run() -> NoReturn:
     """Run the command line of this process and exit with its code: the console script `mpidp`."""
+    if sys.argv[1:2] == ["train"]:
+        signals.watch()  # the sooner, the fewer signals end a job instead of stopping it
     code = main()
     if _is_one_of_many():
         signals.ignore()

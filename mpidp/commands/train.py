@@ -18,15 +18,13 @@ def train(words: list[str]) -> int:
     from mpidp.options import parse
 
     facts = launch_facts(os.environ)
-    if not _answers_without_mpi(words):
-        signals.watch()  # the sooner, the fewer signals end the job instead of stopping it
-        if (facts.size or 1) > 1:
-            return _train_together(words)
+    if (facts.size or 1) > 1 and not _answers_without_mpi(words):
+        return _train_together(words)
     options = parsed(lambda: parse(words, console_outputs=facts.speaks))
-    if options.print_config:
-        return _print_config(options)
-    if options.dry_run:
-        return _dry_run(options)
+    if options.print_config or options.dry_run:
+        signals.unwatch()  # there is nothing to save
+        return _print_config(options) if options.print_config else _dry_run(options)
+    signals.watch()
     from mpidp.train.trainer import train
 
     return STOPPED_EARLY if train(options.config, options.resume) else DONE
@@ -34,6 +32,7 @@ def train(words: list[str]) -> int:
 
 def _train_together(words: list[str]) -> int:
     """Train as one of many ranks: a run file that a single rank cannot read must not leave the others waiting."""
+    signals.watch()
     from mpidp.options import parse
     from mpidp.train.trainer import train
     from mpidp.world.leave import leave
