@@ -3,7 +3,7 @@
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -14,6 +14,7 @@ from mpidp.cli import main
 from mpidp.config import RunConfig
 from mpidp.errors import ConfigError, DataError
 from mpidp.options import parse
+from mpidp.world import signals
 from mpidp.world.abort import SHARED_MARK
 
 RUN_FILE = """
@@ -56,7 +57,7 @@ def run_file(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def train_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException | None], Trained]:
+def train_with(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[BaseException | None], Trained]]:
     """Put a trainer in place that records its calls and then raises the given exception."""
 
     def install(error: BaseException | None) -> Trained:
@@ -72,7 +73,8 @@ def train_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException | Non
         monkeypatch.setitem(sys.modules, "mpidp.train.trainer", module)
         return calls
 
-    return install
+    yield install
+    signals.unwatch()  # a trainer does so at its end
 
 
 @pytest.fixture
