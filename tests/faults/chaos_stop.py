@@ -83,7 +83,9 @@ def _resumed(folder: Path, ranks: int, whole: Path, kinds: tuple[str, ...] = ("t
     result = run_job([*WORDS, "--resume=auto"], ranks, TIMEOUT_S, cwd=folder)
     if result.code != 0:
         return f"resume ended with {result.code}: {result.output}"
-    return difference(folder / "runs" / "run", whole, kinds)
+    # Where nothing had been saved yet, it began anew, in another folder.
+    newest = max((folder / "runs").iterdir(), key=lambda run: (run / "metrics.jsonl").stat().st_mtime)
+    return difference(newest, whole, kinds)
 
 
 def slow_once(folder: Path, ranks: int, pauses: int, choose: random.Random, whole: Path) -> str:
