@@ -101,7 +101,7 @@ def run(kind: str, ranks: int | None, options: argparse.Namespace) -> Counter[st
     binaries = Path(os.path.abspath(options.venv)) / "bin"
     launcher = [] if ranks is None else [str(binaries / "mpiexec"), "-n", str(ranks)]
     program = [str(binaries / "python"), str(TESTS / "run_tests.py"), "--as-rank", str(folder)]
-    # Alone, pytest-timeout ends what hangs; tests that start several jobs may take longer than a hang on many ranks may.
+    # Alone, pytest-timeout ends what hangs: tests that start several jobs may take longer than a hang on ranks may.
     patience = [] if ranks else ["-o", f"faulthandler_timeout={PATIENCE_S}"]
     words = [str(TESTS / kind), *patience, *options.words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | (OPEN_MPI if options.mpi == "openmpi" else {})
