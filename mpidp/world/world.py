@@ -23,6 +23,7 @@ from mpidp.world.launch import cannot_start, launch_facts, size_mismatch
 from mpidp.world.mapped import MAPS, mapped, missing_gtl, two_libraries
 from mpidp.world.mpi import MPI
 from mpidp.world.shared_error import share_error
+from mpidp.world.shared_files import forget_names
 from mpidp.world.status import Status, status
 from mpidp.world.topology import Topology, make_topology
 from mpidp.world.watch import watch_rank
@@ -234,6 +235,7 @@ def _check_loaded() -> None:
 def _make_world(share_gpu: bool) -> World:
     comm = WatchedComm(MPI.COMM_WORLD.Dup())
     node_comm = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    forget_names(node_comm)
     topology = make_topology(comm)
     host = socket.gethostname()
     guard = AbortGuard(comm.rank, comm.size, host, MPI.COMM_WORLD.Abort)

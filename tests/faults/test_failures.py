@@ -1,6 +1,7 @@
 """Ranks that fail, or just end: the job ends within seconds, with the right code, and says who it was."""
 
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -47,6 +48,25 @@ if world.rank == 1:
     assert result.code == 1
     assert f"{tag(1)} in thread loader" in result.output
     assert "OSError: the disk is gone" in result.output
+
+
+def test_a_killed_job_leaves_no_shared_memory_behind() -> None:
+    """Behaviour 31: neither MPI's own, nor that of windows."""
+    result = run(
+        """
+from mpidp.world.window import SharedWindow
+window = SharedWindow(world.node_comm, 1 << 20)
+names = {line.split(maxsplit=5)[-1].split()[0] for line in open("/proc/self/maps") if "/dev/shm/" in line}
+print("memory:", *names, flush=True)
+world.barrier()
+if world.rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+"""
+    )
+    assert result.code != 0
+    lines = [line.split()[1:] for line in result.stdout.splitlines() if line.startswith("memory:")]
+    names = {name for line in lines for name in line}
+    assert names, "there is memory to be left behind"
+    assert not [name for name in names if Path(name).exists()]
 
 
 EXITS = {
