@@ -27,6 +27,14 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "in.h5"
 
 
+@pytest.fixture
+def long_source(tmp_path: Path) -> Path:
+    """One whose conversion takes seconds from the first task to the last, so that a signal meets it in between."""
+    with h5py.File(tmp_path / "long.h5", "w") as file:
+        file["x"] = np.tile(VALUES, 5)
+    return tmp_path / "long.h5"
+
+
 def words_for(source: Path, target: Path, *more: str) -> list[str]:
     return ["convert", str(source), str(target), f"--chunk-rows={CHUNK_ROWS}", "--compression=gzip:6", *more]
 
@@ -171,9 +179,9 @@ def test_two_at_a_time_are_refused(source: Path, tmp_path: Path, capsys: pytest.
     assert_same(read(tmp_path / "out.h5")["x"], VALUES)
 
 
-def test_a_killed_worker_ends_it_with_an_error(source: Path, tmp_path: Path) -> None:
+def test_a_killed_worker_ends_it_with_an_error(long_source: Path, tmp_path: Path) -> None:
     """As the kernel does where memory is short; what was done is kept."""
-    words = words_for(source, tmp_path / "out.h5", "--workers=2")
+    words = words_for(long_source, tmp_path / "out.h5", "--workers=2")
     job = start(words)
     wait_for(lambda: len(lines_of(tmp_path / "out.h5")) > 1, "first task")
     # One child is multiprocessing's resource tracker, which may go too.
@@ -184,8 +192,8 @@ def test_a_killed_worker_ends_it_with_an_error(source: Path, tmp_path: Path) -> 
     assert not (tmp_path / "out.h5").exists() and len(lines_of(tmp_path / "out.h5")) > 1
 
 
-def test_an_interrupt_ends_it_with_130(source: Path, tmp_path: Path) -> None:
-    words = words_for(source, tmp_path / "out.h5", "--workers=2")
+def test_an_interrupt_ends_it_with_130(long_source: Path, tmp_path: Path) -> None:
+    words = words_for(long_source, tmp_path / "out.h5", "--workers=2")
     job = start(words)
     wait_for(lambda: len(lines_of(tmp_path / "out.h5")) > 1, "first task")
     job.send_signal(signal.SIGINT)
