@@ -26,6 +26,7 @@ from mpidp.train.snapshot import Snapshot
 from mpidp.world.abort import SHARED_MARK
 from mpidp.world.agreement import DelayedMaximum
 from mpidp.world.mpi import MPI
+from mpidp.world.scalar import reduced
 from mpidp.world.shared_error import share_error
 from mpidp.world.status import status
 from mpidp.world.world import World
@@ -181,7 +182,7 @@ class Saver:
         self._agreement.abandon()
         if self._current is not None:
             wait([self._current.work])  # the threads must not write any more when the folder is removed
-        step: int = self.world.comm.allreduce(-1 if self._current is None else self._current.step, op=MPI.MAX)
+        step = reduced(self.world.comm, -1 if self._current is None else self._current.step, MPI.MAX)
         final = self.folder / folder_name(max(step, 0))
         is_there = bool(self.world.from_root(lambda: step >= 0 and (final / manifests.NAME).exists()))
         if is_there:

@@ -10,6 +10,7 @@ import numpy as np
 
 from mpidp.world.mpi import MPI
 from mpidp.world.noise import without_noise
+from mpidp.world.scalar import reduced
 from mpidp.world.wanted import ByteArray, Wanted
 from mpidp.world.window import free_shared_memory
 
@@ -110,6 +111,6 @@ class OneSided:
 def _fits_shared_memory(comm: MPI.Intracomm, num_bytes: int) -> bool:
     """Whether every node's shared memory has room for its ranks' segments. Collective."""
     node_comm = cast(MPI.Intracomm, comm.Split_type(MPI.COMM_TYPE_SHARED))
-    needed, free = node_comm.allreduce(num_bytes), free_shared_memory()
+    needed, free = reduced(node_comm, num_bytes, MPI.SUM), free_shared_memory()
     node_comm.Free()
-    return bool(comm.allreduce(free is None or needed <= free, op=MPI.LAND))
+    return bool(reduced(comm, free is None or needed <= free, MPI.LAND))

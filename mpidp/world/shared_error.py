@@ -7,6 +7,7 @@ from typing import cast
 from mpidp.errors import MpidpError
 from mpidp.world.abort import SHARED_MARK
 from mpidp.world.mpi import MPI
+from mpidp.world.scalar import reduced
 
 log = logging.getLogger("mpidp")
 
@@ -17,7 +18,7 @@ def share_error(comm: MPI.Intracomm, error: Exception | None, note: str) -> None
     All ranks raise the error of the lowest failing rank: that rank its own, which has the traceback, the others a
     copy of the same type and text. The note says where it came from.
     """
-    failing = comm.allreduce(comm.size if error is None else comm.rank, op=MPI.MIN)
+    failing = reduced(comm, comm.size if error is None else comm.rank, MPI.MIN)
     if failing == comm.size:
         return
     mine = error is not None and comm.rank == failing

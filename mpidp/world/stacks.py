@@ -10,7 +10,7 @@ from types import FrameType
 PACKAGE = str(Path(__file__).resolve().parents[1])
 MOST_FRAMES = 12
 # Frames that say only that there is a wait, or how Python came to a program.
-_HELPERS = ("watched_comm.py", "waiting.py", "status.py", "contextlib.py", "threading.py", "/queue.py")
+_HELPERS = ("watched_comm.py", "scalar.py", "waiting.py", "status.py", "contextlib.py", "threading.py", "/queue.py")
 _STARTERS = ("<frozen", "importlib", "runpy.py", "torch/")
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from mpidp.world.mpi import MPI
+from mpidp.world.scalar import reduced
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ def make_topology(comm: MPI.Intracomm) -> Topology:
     """Collective."""
     own = comm.Dup()
     node_comm = cast(MPI.Intracomm, own.Split_type(MPI.COMM_TYPE_SHARED))
-    num_lanes = own.allreduce(node_comm.size, op=MPI.MIN)
-    max_local_size = own.allreduce(node_comm.size, op=MPI.MAX)
+    num_lanes = reduced(own, node_comm.size, MPI.MIN)
+    max_local_size = reduced(own, node_comm.size, MPI.MAX)
     in_lane = node_comm.rank < num_lanes
     lane_comm = cast(MPI.Intracomm, own.Split(node_comm.rank if in_lane else MPI.UNDEFINED, own.rank))
     # The first lane has the lowest rank of each node, in order of rank.

@@ -3,6 +3,7 @@
 from mpidp.world.abort import AbortGuard
 from mpidp.world.departure import Departure
 from mpidp.world.mpi import MPI
+from mpidp.world.scalar import reduced
 from mpidp.world.status import START, status
 from mpidp.world.terminated import Terminated
 from mpidp.world.watchdog import Watchdog
@@ -20,7 +21,7 @@ def watch_rank(comm: MPI.Intracomm, host: str, node: int, guard: AbortGuard) -> 
         guard: ends the job.
     """
     guard.where = _where
-    may_talk = bool(comm.allreduce(MPI.Query_thread() == MPI.THREAD_MULTIPLE, op=MPI.LAND))
+    may_talk = bool(reduced(comm, MPI.Query_thread() == MPI.THREAD_MULTIPLE, MPI.LAND))
     Terminated(guard)
     watchdog = Watchdog(comm, host, node, guard, may_talk)
     guard.before_abort = watchdog.silence

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mpidp.world.mpi import MPI
 from mpidp.world.noise import without_noise
+from mpidp.world.scalar import reduced
 from mpidp.world.waiting import wait
 
 PAGE_BYTES = 4096
@@ -79,7 +80,7 @@ def _allocate(node_comm: MPI.Intracomm, size: int, info: MPI.Info) -> MPI.Win:
             window = MPI.Win.Allocate_shared(size, 1, info, node_comm)
     except MPI.Exception as caught:
         error = caught
-    if not node_comm.allreduce(window is not None, op=MPI.LAND):
+    if not reduced(node_comm, window is not None, MPI.LAND):
         raise error or MPI.Exception(MPI.ERR_RMA_SHARED)
     assert window is not None
     return window

@@ -22,6 +22,7 @@ from mpidp.world.device import check_not_shared, device_uuid, set_device
 from mpidp.world.launch import cannot_start, launch_facts, size_mismatch
 from mpidp.world.mapped import MAPS, mapped, missing_gtl, two_libraries
 from mpidp.world.mpi import MPI
+from mpidp.world.scalar import reduced
 from mpidp.world.shared_error import share_error
 from mpidp.world.shared_files import forget_names
 from mpidp.world.status import Status, status
@@ -92,17 +93,21 @@ class World:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on some rank. Collective."""
-        return bool(self.comm.allreduce(bool(flag), op=MPI.LOR))
+        return bool(reduced(self.comm, bool(flag), MPI.LOR))
 
     def all(self, flag: bool) -> bool:
         """Whether the flag is set on every rank. Collective."""
-        return bool(self.comm.allreduce(bool(flag), op=MPI.LAND))
+        return bool(reduced(self.comm, bool(flag), MPI.LAND))
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """The sums over ranks, in float64, of a list of equal length on every rank. Collective."""
         sums = torch.tensor(list(values), dtype=torch.float64)
         self.comm.Allreduce(MPI.IN_PLACE, sums.numpy(), op=MPI.SUM)
         return cast(list[float], sums.tolist())
+
+    def sum_on_node(self, value: int) -> int:
+        """The sum of an integer over the ranks of this node. Collective on the node."""
+        return reduced(self.node_comm, value, MPI.SUM)
 
     def mean(self, value: float, weight: float = 1.0) -> float:
         """The mean over ranks, weighted. A rank with weight 0 adds nothing, even if its value is NaN. Collective.
@@ -292,7 +297,7 @@ def _check_not_shared(comm: MPI.Intracomm, node_comm: MPI.Intracomm, device: tor
 
 def _decide_awareness(comm: MPI.Intracomm, node_comm: MPI.Intracomm, device: torch.device) -> Awareness:
     """One answer for all ranks, proven once a node; collective."""
-    if not comm.allreduce(device.type == "cuda", op=MPI.LOR):
+    if not reduced(comm, device.type == "cuda", MPI.LOR):
         return Awareness(False, "no rank has a GPU")
     own: Awareness | None = None
     error: LaunchError | None = None

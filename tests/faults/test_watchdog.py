@@ -37,7 +37,7 @@ def test_a_rank_that_sleeps(tmp_path: Path, rank: int) -> None:
     first, last = result.output.split("(stall_abort_s).", 1)
     for text in (first, last):
         assert f"rank {rank} ({HOST}) does not arrive" in text
-        assert " wait in allreduce, at mpidp/world/world.py" in text and "script.py:" in text
+        assert " wait in Allreduce, at mpidp/world/world.py" in text and "script.py:" in text
         assert "its main thread:" in text and "time.sleep(600)" in text and "in load" in text
     assert "The job ends (stall_abort_s = 4)." in last
     assert "end of rank" not in result.output
@@ -66,7 +66,7 @@ def test_a_deadlock(tmp_path: Path) -> None:
     result = run(tmp_path, "if world.rank == 1: world.broadcast(1)")
     assert result.code == 1
     assert "all ranks wait for each other" in result.output
-    assert "ranks 0, 2 wait in allreduce" in result.output
+    assert "ranks 0, 2 wait in Allreduce" in result.output
     assert f"rank 1 ({HOST}) waits in bcast" in result.output
 
 
@@ -124,4 +124,4 @@ def test_a_rank_whose_program_is_over(tmp_path: Path, rank: int) -> None:
     result = run(tmp_path, f"if world.rank == {rank}: sys.exit()", warning=60.0, abort=600.0)
     assert result.code == 1
     assert f"[rank {rank} of 3 on {HOST}] left the job, its main program being over" in result.output
-    assert "wait in allreduce" in result.output
+    assert "wait in Allreduce" in result.output

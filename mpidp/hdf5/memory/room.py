@@ -24,10 +24,10 @@ def check_room(world: World | None, mode: str, num_bytes: int, shared_memory: in
         num_bytes: what this rank wants; ranks of a node may want different amounts.
         shared_memory: bytes left for shared memory on this node if that is what will be used, else None.
     """
-    needed = num_bytes if world is None else world.node_comm.allreduce(num_bytes)
     if world is None:
-        _check(mode, needed, shared_memory, 1)
+        _check(mode, num_bytes, shared_memory, 1)
         return
+    needed = world.sum_on_node(num_bytes)
     with world.together("making room for the data"):
         _check(mode, needed, shared_memory, world.num_nodes)
 
