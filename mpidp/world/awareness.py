@@ -15,6 +15,7 @@ from pathlib import Path
 
 from mpidp.errors import LaunchError
 from mpidp.world.launch import without_launcher
+from mpidp.world.maps import MAPS, mapped_files
 
 PROBE_TIMEOUT_S = 60.0
 OVERRIDE = "MPIDP_CUDA_AWARE"
@@ -68,16 +69,14 @@ def probe_in_child(device: str) -> str | None:
 
 def mapped_mpi_libraries(maps: str) -> list[str]:
     """Paths of the MPI libraries in the text of `/proc/self/maps`, in order, each once."""
-    paths = (line.split(maxsplit=5)[5] for line in maps.splitlines() if len(line.split(maxsplit=5)) == 6)
-    return list(dict.fromkeys(path for path in paths if Path(path).name.startswith(("libmpi.", "libmpi_", "libmpich"))))
+    return [path for path in mapped_files(maps) if Path(path).name.startswith(("libmpi.", "libmpi_", "libmpich"))]
 
 
 def library_hint() -> bool | None:
     """What the loaded MPI library says of itself (Open MPI's and MPICH's extensions); None when it cannot be asked."""
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
+    if not MAPS.exists():
         return None
-    for path in mapped_mpi_libraries(maps.read_text()):
+    for path in mapped_mpi_libraries(MAPS.read_text()):
         library = ctypes.CDLL(path)
         if hasattr(library, "MPIX_Query_cuda_support"):
             return bool(library.MPIX_Query_cuda_support())

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from mpidp.world.awareness import library_hint
 from mpidp.world.library import Library
-from mpidp.world.mapped import MAPS, mapped
+from mpidp.world.mapped import mapped
+from mpidp.world.maps import MAPS
 from mpidp.world.mpi import MPI
 from mpidp.world.noise import without_noise
 

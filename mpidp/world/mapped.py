@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpidp.world.awareness import mapped_mpi_libraries
+from mpidp.world.maps import mapped_files
 
-MAPS = Path("/proc/self/maps")
 # Beside the library itself there may be bindings for other languages, and Cray's layer for GPUs.
 _COMPANIONS = ("libmpi_cxx", "libmpi_mpifh", "libmpi_usempi", "libmpi_java", "libmpi_gtl")
 _GTL = "libmpi_gtl"
@@ -33,7 +33,8 @@ def mapped(maps: str) -> Mapped:
     found = mapped_mpi_libraries(maps)
     names = [Path(path).name for path in found]
     mpi = [path for path, name in zip(found, names, strict=True) if not name.startswith(_COMPANIONS)]
-    return Mapped(tuple(mpi), tuple(_named(maps, _UCX)), any(name.startswith(_GTL) for name in names))
+    ucx = [path for path in mapped_files(maps) if Path(path).name.startswith(_UCX)]
+    return Mapped(tuple(mpi), tuple(ucx), any(name.startswith(_GTL) for name in names))
 
 
 def two_libraries(paths: Sequence[str]) -> str | None:
@@ -62,8 +63,3 @@ def missing_gtl(environment_value: str | None, libraries: Mapped) -> str | None:
         f"Cray MPICH will stop with 'GTL library is not linked'. Load the GPU module (craype-accel-...) and set "
         f"LD_PRELOAD to its libmpi_gtl, or set MPICH_GPU_SUPPORT_ENABLED=0: gradients then go through host memory."
     )
-
-
-def _named(maps: str, start: str) -> list[str]:
-    parts = (line.split(maxsplit=5) for line in maps.splitlines())
-    return list(dict.fromkeys(part[5] for part in parts if len(part) == 6 and Path(part[5]).name.startswith(start)))

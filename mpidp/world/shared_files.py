@@ -8,7 +8,7 @@ import logging
 import os
 import re
 
-from mpidp.world.mapped import MAPS
+from mpidp.world.maps import MAPS, mapped_files
 from mpidp.world.mpi import MPI
 
 log = logging.getLogger("mpidp")
@@ -19,8 +19,7 @@ _NAMES = re.compile(r"/dev/shm/mpich_shm_[0-9a-f]+_\d+")
 
 def shared_files(maps: str) -> list[str]:
     """Those of this process that have a name, from the text of `/proc/self/maps`. Pure."""
-    paths = (line.split(maxsplit=5)[-1].strip() for line in maps.splitlines() if "/dev/shm/" in line)
-    return list(dict.fromkeys(path for path in paths if _NAMES.fullmatch(path)))
+    return [path for path in mapped_files(maps) if _NAMES.fullmatch(path)]
 
 
 def forget_names(node_comm: MPI.Intracomm) -> None:

@@ -20,7 +20,8 @@ from mpidp.world.awareness import Awareness, decide, library_hint, probe_in_chil
 from mpidp.world.cores import cores_per_rank, warn_of_cores
 from mpidp.world.device import check_not_shared, device_uuid, set_device
 from mpidp.world.launch import cannot_start, launch_facts, size_mismatch
-from mpidp.world.mapped import MAPS, mapped, missing_gtl, two_libraries
+from mpidp.world.mapped import mapped, missing_gtl, two_libraries
+from mpidp.world.maps import MAPS
 from mpidp.world.mpi import MPI
 from mpidp.world.scalar import reduced
 from mpidp.world.shared_error import share_error
