@@ -20,11 +20,11 @@ TAG = 7001  # on the library's own communicator, where nothing else travels poin
 
 @dataclass(frozen=True)
 class Reading:
-    """This node's clock beside rank 0's.
+    """This node's clock beside another one.
 
     Attributes:
-        at_ns: `time.monotonic_ns` here.
-        offset_ns: to be added to it for that of rank 0.
+        at_ns: the time here.
+        offset_ns: to be added to it for the other clock's, which is rank 0's in a trace.
         error_ns: by how much that may be wrong at most, if both directions took any time they liked.
     """
 
@@ -42,13 +42,14 @@ def read_clock(world: "World", now_ns: Callable[[], int] = time.monotonic_ns) ->
     askers = [rank for rank in world.comm.allgather(world.rank if asks else 0) if rank]
     if world.rank == 0:
         for rank in askers:
-            _answer(world.comm, rank, now_ns)
-    reading = _ask(world.comm, now_ns) if asks else Reading(now_ns(), 0, 0)
+            answer(world.comm, rank, now_ns)
+    reading = ask(world.comm, 0, now_ns) if asks else Reading(now_ns(), 0, 0)
     shared: Reading = world.node_comm.bcast(reading, root=0)
     return shared
 
 
-def _answer(comm: "MPI.Intracomm", rank: int, now_ns: Callable[[], int]) -> None:
+def answer(comm: "MPI.Intracomm", rank: int, now_ns: Callable[[], int]) -> None:
+    """Tells the time to a rank that is in `ask`."""
     message = array("q", [0])
     for _ in range(QUESTIONS):
         comm.Recv(message, rank, TAG)
@@ -56,13 +57,14 @@ def _answer(comm: "MPI.Intracomm", rank: int, now_ns: Callable[[], int]) -> None
         comm.Send(message, rank, TAG)
 
 
-def _ask(comm: "MPI.Intracomm", now_ns: Callable[[], int]) -> Reading:
+def ask(comm: "MPI.Intracomm", rank: int, now_ns: Callable[[], int]) -> Reading:
+    """Compares this clock with that of a rank that is in `answer`."""
     message = array("q", [0])
     best: Reading | None = None
     for _ in range(QUESTIONS):
         start_ns = now_ns()
-        comm.Send(message, 0, TAG)
-        comm.Recv(message, 0, TAG)
+        comm.Send(message, rank, TAG)
+        comm.Recv(message, rank, TAG)
         stop_ns = now_ns()
         middle_ns, error_ns = (start_ns + stop_ns) // 2, (stop_ns - start_ns) // 2
         if best is None or error_ns < best.error_ns:

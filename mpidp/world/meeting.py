@@ -8,10 +8,10 @@ import time
 from typing import TypeVar, cast
 
 from mpidp.world.abort import AbortGuard
+from mpidp.world.clock import answer, ask
 from mpidp.world.mpi import MPI
 
 T = TypeVar("T")
-ROUNDS = 5  # of which the quickest counts: the others met another process on the way
 
 
 class Meeting:
@@ -48,16 +48,14 @@ class Meeting:
     def clock_offsets(self) -> list[float]:
         """Seconds by which each node's clock is ahead of node 0's, by node; [] on other ranks than 0. Collective.
 
-        Rank 0 asks for the time and takes the middle of its own two looks; half of that round trip is the error.
+        These are the clocks that files and logs are dated by.
         """
         offsets: list[float] = []
         for leader in self._leaders:
             if self.rank == 0:
-                offsets.append(0.0 if leader == 0 else min(self._ask(leader) for _ in range(ROUNDS))[1])
+                offsets.append(0.0 if leader == 0 else ask(self._comm, leader, time.time_ns).offset_ns / 1e9)
             elif self.rank == leader:
-                for _ in range(ROUNDS):
-                    self._comm.recv(source=0)
-                    self._comm.send(time.time(), dest=0)
+                answer(self._comm, 0, time.time_ns)
         return offsets
 
     def leave(self) -> None:
@@ -65,11 +63,3 @@ class Meeting:
         self._comm.Barrier()
         self._guard.remove()
         self._comm.Free()
-
-    def _ask(self, leader: int) -> tuple[float, float]:
-        """Round trip and offset, in seconds."""
-        start = time.time()
-        self._comm.send(None, dest=leader)
-        theirs = float(self._comm.recv(source=leader))
-        end = time.time()
-        return end - start, theirs - (start + end) / 2
