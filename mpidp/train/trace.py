@@ -80,7 +80,7 @@ class Trace:
         spans, self.world.status.spans = self.world.status.spans, None
         if self._clock is None or spans is None:
             return
-        spans.enter(BETWEEN)
+        spans.end_phase(self.world.status.phase)
         first, self._clock = self._clock, None
         self._write(spans, first, read_clock(self.world))
 
@@ -96,8 +96,8 @@ class Trace:
 
     def _begin(self) -> None:
         self._clock = read_clock(self.world)
-        self.world.status.spans = Spans(self.world.status.phase, quiet=(BETWEEN,))
-        self._step_start_ns = self._clock.at_ns
+        self.world.status.spans = Spans(quiet=BETWEEN)
+        self.restart()
 
     def _write(self, spans: Spans, first: Reading, last: Reading) -> None:
         """One rank's events after the other, so that rank 0 never holds more than those of one. Collective."""
@@ -109,7 +109,7 @@ class Trace:
                 world.rank,
                 world.host,
                 threading.main_thread().name,
-                [span for span in spans.found if span.start_ns >= first.at_ns],
+                spans.found,
                 lambda ns: rank_0_ns(ns, first, last) - start_ns,
             )
         )
@@ -121,12 +121,12 @@ class Trace:
         try:
             self._write_file(facts, texts)
             steps = sum(span.kind == "step" for span in spans.found)
-            print(f"mpidp: trace of {steps} steps: {self.path} (open it in ui.perfetto.dev)", flush=True)
+            world.say(f"trace of {steps} steps: {self.path} (open it in ui.perfetto.dev)")
         except OSError as error:  # no run ends for want of a trace
             for _ in texts:  # the others wait to be rid of theirs
                 continue
             log.warning("cannot write the trace %s: %s", self.path, error)
-            print(f"mpidp: cannot write the trace {self.path}: {error}", flush=True)
+            world.say(f"cannot write the trace {self.path}: {error}")
 
     def _texts(self, own: str) -> Iterator[str]:
         yield own

@@ -28,21 +28,20 @@ class Spans:
     """Collects from the moment it is made; any thread may add, as appending to a list needs no lock.
 
     Args:
-        phase: what the process is doing now.
-        quiet: phases that are not worth a word.
+        quiet: a phase that is not worth a word.
     """
 
-    def __init__(self, phase: str, quiet: tuple[str, ...] = ()):
+    def __init__(self, quiet: str = ""):
         self.found: list[Span] = []
-        self._phase, self._quiet = phase, quiet
+        self._quiet = quiet
         self._since_ns = time.monotonic_ns()
 
-    def enter(self, phase: str) -> None:
+    def end_phase(self, phase: str) -> None:
         """A phase ends, and the next one begins. Phases are of the process, told by one thread at a time."""
         now_ns = time.monotonic_ns()
-        if self._phase not in self._quiet:
-            self.found.append(Span(self._phase, "phase", threading.main_thread().name, self._since_ns, now_ns))
-        self._phase, self._since_ns = phase, now_ns
+        if phase != self._quiet:
+            self.found.append(Span(phase, "phase", threading.main_thread().name, self._since_ns, now_ns))
+        self._since_ns = now_ns
 
     def add(self, name: str, kind: Kind, start_ns: int) -> int:
         """This thread did something from then to now, which is returned."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
-from mpidp.world.spans import Kind, Spans
+from mpidp.world.spans import Spans
 
 START, BETWEEN = "start", "between steps"
 _NOTHING = nullcontext()
@@ -57,7 +57,7 @@ class Status:
         """A phase begins."""
         if phase != self.phase:
             if self.spans is not None:
-                self.spans.enter(phase)
+                self.spans.end_phase(self.phase)
             self.phase, self.since, self.is_long = phase, time.monotonic(), is_long
 
     @contextmanager
@@ -77,7 +77,7 @@ class Status:
 
     def working(self, name: str) -> AbstractContextManager[object]:
         """A context manager: this helper thread does something that a trace should show."""
-        return _NOTHING if self.spans is None else _timed(self.spans, name, "work")
+        return _NOTHING if self.spans is None else _timed(self.spans, name)
 
     def longest_wait(self) -> Wait | None:
         """A thread that waits, the main one if it does."""
@@ -90,12 +90,12 @@ class Status:
 
 
 @contextmanager
-def _timed(spans: Spans, name: str, kind: Kind) -> Iterator[None]:
+def _timed(spans: Spans, name: str) -> Iterator[None]:
     start_ns = time.monotonic_ns()
     try:
         yield
     finally:
-        spans.add(name, kind, start_ns)
+        spans.add(name, "work", start_ns)
 
 
 class Waiting:
