@@ -22,6 +22,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -38,6 +39,7 @@ from mpidp.train.checkpoint import load, newest
 END_S = 5.0
 TIMEOUT_S = 90.0
 WORDS = ["-m", "mpidp", "train", "run.toml", "--checkpoint.every_steps=2"]
+KINDS = ("train", "validation")
 EXACT = ("kind", "step", "epoch", "samples", "loss", "accuracy", "lr")
 CAUSES = re.compile(r"KILLED BY SIGNAL: 9|signal 9|SIGKILL")
 
@@ -56,7 +58,7 @@ def records(run: Path) -> list[list[Any]]:
     return [[record.get(key) for key in EXACT] for record in map(json.loads, lines)]
 
 
-def difference(run: Path, whole: Path, kinds: tuple[str, ...] = ("train", "validation")) -> str:
+def difference(run: Path, whole: Path, kinds: Sequence[str] = KINDS) -> str:
     """How a run differs from one that nobody interrupted, in words; nothing if they are equal bit for bit."""
     found, expected = ([record for record in records(place) if record[0] in kinds] for place in (run, whole))
     for ours, theirs in zip_longest(found, expected):
@@ -101,7 +103,7 @@ def kill_once(folder: Path, ranks: int, delay_s: float, choose: random.Random, w
     if result.code == 0 and not difference(folder / "runs" / "run", whole):
         return Outcome(None, "")  # it hit a process on its way out, whose work was done
     fault = _look_at_end(result.code, result.output, end_s, killed - start)
-    return Outcome(end_s, fault or _resume(folder, ranks, whole))
+    return Outcome(end_s, fault or resume(WORDS, folder, ranks, whole, TIMEOUT_S))
 
 
 def _look_at_end(code: int, output: str, end_s: float, delay_s: float) -> str:
@@ -112,12 +114,15 @@ def _look_at_end(code: int, output: str, end_s: float, delay_s: float) -> str:
     return "" if CAUSES.search(output) else f"no word of the kill: {output}"
 
 
-def _resume(folder: Path, ranks: int, whole: Path) -> str:
-    result = run_job([*WORDS, "--resume=auto"], ranks, TIMEOUT_S, cwd=folder)
+def resume(
+    words: Sequence[str], folder: Path, ranks: int, whole: Path, timeout_s: float, kinds: Sequence[str] = KINDS
+) -> str:
+    """Resume a job, or start it anew where nothing had been saved; how it differs from `whole`, or nothing."""
+    result = run_job([*words, "--resume=auto"], ranks, timeout_s, cwd=folder)
     if result.code != 0:
         return f"resume ended with {result.code}: {result.output}"
     runs = sorted((folder / "runs").iterdir(), key=lambda run: run.stat().st_mtime)
-    return difference(runs[-1], whole)
+    return difference(runs[-1], whole, kinds)
 
 
 def main() -> int:

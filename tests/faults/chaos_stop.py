@@ -26,14 +26,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from chaos_kill import difference, ranks_of
+from chaos_kill import difference, ranks_of, resume
 from tiny import make_workplace
 
 from jobs import finish, kill, launch, run_job
 
 STOPPED_EARLY = 75
-WARNING_S, ABORT_S = 2.0, 8.0
 TIMEOUT_S = 180.0
+WARNING_S, ABORT_S = 2.0, 8.0
 EPOCHS = 80
 WORDS = [
     *("-m", "mpidp", "train", "run.toml", f"--train.epochs={EPOCHS}", "--checkpoint.every_epochs=4"),
@@ -76,16 +76,7 @@ def stop_once(folder: Path, ranks: int, choose: random.Random, whole: Path) -> s
         return f"exit code {result.code} with rank {rank} stopped: {result.output}"
     if "its process is stopped (SIGSTOP" not in result.output or f"rank {rank} " not in result.output:
         return f"rank {rank} was stopped, and is not named: {result.output}"
-    return _resumed(folder, ranks, whole)
-
-
-def _resumed(folder: Path, ranks: int, whole: Path, kinds: tuple[str, ...] = ("train", "validation")) -> str:
-    result = run_job([*WORDS, "--resume=auto"], ranks, TIMEOUT_S, cwd=folder)
-    if result.code != 0:
-        return f"resume ended with {result.code}: {result.output}"
-    # Where nothing had been saved yet, it began anew, in another folder.
-    newest = max((folder / "runs").iterdir(), key=lambda run: (run / "metrics.jsonl").stat().st_mtime)
-    return difference(newest, whole, kinds)
+    return resume(WORDS, folder, ranks, whole, TIMEOUT_S)
 
 
 def slow_once(folder: Path, ranks: int, pauses: int, choose: random.Random, whole: Path) -> str:
@@ -125,7 +116,7 @@ def preempt_once(folder: Path, ranks: int, choose: random.Random, whole: Path) -
     if result.code != STOPPED_EARLY or f"stopped by {name} after step" not in result.output:
         return f"exit code {result.code} after {name} to {len(asked)} ranks: {result.output}"
     # The save between two records of steps makes three of them.
-    return _resumed(folder, ranks, whole, kinds=("validation",))
+    return resume(WORDS, folder, ranks, whole, TIMEOUT_S, kinds=("validation",))
 
 
 def main() -> int:
