@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mpidp.hdf5.loader import HDF5Loader
     from mpidp.train.parallel import DataParallel
     from mpidp.train.replicas import ReplicaCheck
+    from mpidp.train.sharding.optimizer import ShardedOptimizer
     from mpidp.train.stop import StopSignal
     from mpidp.train.survivors import Survivors
     from mpidp.train.trace import Trace
@@ -26,6 +27,7 @@ __all__ = [
     "FieldSpec",
     "HDF5Loader",
     "ReplicaCheck",
+    "ShardedOptimizer",
     "StopSignal",
     "Survivors",
     "Trace",
@@ -41,6 +43,7 @@ _HOMES = {
     "FieldSpec": "mpidp.hdf5.decode.field",
     "HDF5Loader": "mpidp.hdf5.loader",
     "ReplicaCheck": "mpidp.train.replicas",
+    "ShardedOptimizer": "mpidp.train.sharding.optimizer",
     "StopSignal": "mpidp.train.stop",
     "Survivors": "mpidp.train.survivors",
     "Trace": "mpidp.train.trace",

@@ -112,6 +112,8 @@ class OptimizerSection:
     """Class of torch.optim, or module:class."""
     lr: float = 1e-3
     """Learning rate."""
+    sharded: bool = False
+    """Keep on each rank only its share of the optimizer's state (ZeRO-1); the steps are the same."""
     arguments: Arguments = dataclasses.field(default_factory=dict)
     """Keyword arguments of the optimizer, such as optimizer.arguments.weight_decay."""
 

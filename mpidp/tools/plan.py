@@ -41,7 +41,7 @@ def plan(config: RunConfig, model: nn.Module, make_optimizer: MakeOptimizer, ran
             _samples_text(order, ranks),
             _shards_text(counts),
             _buckets_text(buckets),
-            _memory_text(model, buckets, state_ratio(make_optimizer), batch_bytes),
+            _memory_text(model, buckets, _state_share(config, ranks) * state_ratio(make_optimizer), batch_bytes),
         ]
     )
 
@@ -65,6 +65,12 @@ def state_ratio(make_optimizer: MakeOptimizer) -> float:
     held = [value for state in optimizer.state.values() for value in state.values()]
     num_bytes = sum(value.nbytes for value in held if isinstance(value, torch.Tensor) and value.dim() > 0)
     return num_bytes / sample.nbytes
+
+
+def _state_share(config: RunConfig, ranks: int) -> float:
+    """Return which part of the optimizer's state a rank keeps; twice its share where training outlives ranks."""
+    copies = 2 if config.train.fault_tolerance == "shrink" else 1
+    return min(1.0, copies / ranks) if config.optimizer.sharded else 1.0
 
 
 def _training_loader(config: RunConfig) -> HDF5Loader:

@@ -11,6 +11,8 @@ from mpidp.train import checkpoint, rng
 from mpidp.train.choose import newest_readable
 from mpidp.train.run_folder import RunFolder
 from mpidp.train.saver import Saver
+from mpidp.train.sharding import keep
+from mpidp.train.sharding.saved import SavedPart
 
 if TYPE_CHECKING:
     from mpidp.train.trainer import Trainer
@@ -94,7 +96,7 @@ def _ignored(config: RunConfig, saved: str) -> list[str]:
         f"{section}.{key}"
         for section in ("optimizer", "scheduler")
         for key in sorted({*before[section], *now[section]})
-        if before[section].get(key) != now[section].get(key)
+        if before[section].get(key) != now[section].get(key) and key != "sharded"
     ]
 
 
@@ -102,7 +104,7 @@ def _state(trainer: "Trainer") -> dict[str, Any]:
     return {
         "classes": _classes(trainer),
         "model": trainer.model.state_dict(),
-        "optimizer": trainer.optimizer.state_dict(),
+        "optimizer": keep.shared_state(trainer.optimizer),
         "scheduler": trainer.scheduler.state_dict() if trainer.scheduler else None,
         "loader": trainer.loader.state_dict(),
         "step": trainer.step,
@@ -113,7 +115,11 @@ def _state(trainer: "Trainer") -> dict[str, Any]:
 
 
 def _own_state(trainer: "Trainer") -> dict[str, Any]:
-    return {"rng": rng.capture(trainer.world.device), "reduction": trainer.model.rank_state_dict()}
+    return {
+        "rng": rng.capture(trainer.world.device),
+        "reduction": trainer.model.rank_state_dict(),
+        "optimizer": keep.own_state(trainer.optimizer),
+    }
 
 
 def _apply(trainer: "Trainer", state: dict[str, Any], path: Path) -> None:
@@ -127,7 +133,7 @@ def _apply(trainer: "Trainer", state: dict[str, Any], path: Path) -> None:
                 f"Resume with the same, or start a new run."
             )
     try:
-        trainer.optimizer.load_state_dict(state["optimizer"])
+        keep.restore(trainer.optimizer, state["optimizer"], partial(_read_shard, path))
         if trainer.scheduler:
             trainer.scheduler.load_state_dict(state["scheduler"])
     except (KeyError, TypeError, ValueError) as error:
@@ -137,5 +143,13 @@ def _apply(trainer: "Trainer", state: dict[str, Any], path: Path) -> None:
 
 def _classes(trainer: "Trainer") -> dict[str, str]:
     """Names of the classes whose state a checkpoint holds."""
-    parts = {"optimizer": trainer.optimizer, "scheduler": trainer.scheduler}
-    return {name: "none" if part is None else type(part).__qualname__ for name, part in parts.items()}
+    scheduler = trainer.scheduler
+    return {
+        "optimizer": keep.kind(trainer.optimizer),
+        "scheduler": "none" if scheduler is None else type(scheduler).__qualname__,
+    }
+
+
+def _read_shard(path: Path, rank: int) -> list[SavedPart]:
+    shard: list[SavedPart] = checkpoint.read(path, checkpoint.part_name(rank))["optimizer"]
+    return shard

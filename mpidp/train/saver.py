@@ -23,6 +23,7 @@ from mpidp.train.manifest import File, Manifest
 from mpidp.train.part import write_part
 from mpidp.train.publish import LATEST, PARTIAL, discard, publish, tidy
 from mpidp.train.snapshot import Snapshot
+from mpidp.world import tolerance
 from mpidp.world.abort import SHARED_MARK
 from mpidp.world.agreement import DelayedMaximum
 from mpidp.world.mpi import MPI
@@ -172,6 +173,11 @@ class Saver:
             self.close()
         except CheckpointError as failure:
             error.add_note(str(failure))
+        except MPI.Exception as failure:
+            if not tolerance.is_survived(failure):
+                raise
+            error.add_note("the checkpoint on its way was given up, as ranks were lost")  # and training with it
+            self._thread.shutdown(wait=False, cancel_futures=True)
 
     def rebuild(self) -> int:
         """Goes on after `world` lost ranks: a checkpoint on its way is given up, unless all is there. Collective.

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from mpidp.train import rng
 from mpidp.train.checkpoint import folder_name
 from mpidp.train.remembered_reducer import remember
+from mpidp.train.sharding.optimizer import ShardedOptimizer
 
 if TYPE_CHECKING:
     from mpidp.train.trainer import Trainer
@@ -32,6 +33,8 @@ class Survivor:
         # Some may have been through with an epoch's evaluation and checkpoint when others were not.
         trainer.num_epochs = min(world.comm.allgather(trainer.num_epochs))
         trainer.model.rebuild()
+        if isinstance(trainer.optimizer, ShardedOptimizer):
+            trainer.optimizer.rebuild()
         for loader in trainer.loaders():
             loader.rebuild()
         trainer.replicas.rebuild()

@@ -26,6 +26,7 @@ from mpidp.train.replicas import ReplicaCheck
 from mpidp.train.requeue import choose_resume, for_array_task
 from mpidp.train.resume import make_saver, restore, save
 from mpidp.train.run_folder import RunFolder
+from mpidp.train.sharding.optimizer import ShardedOptimizer
 from mpidp.train.signature import check_same
 from mpidp.train.stop import StopSignal
 from mpidp.train.summary import describe_epoch, describe_start, describe_stop, summarise
@@ -78,7 +79,9 @@ class Trainer:
             self.on_end = build_on_end(config)
         self.model = wrap(module, world, config.reduce, resume)
         with world.together("building the optimizer"):
-            self.optimizer = build_optimizer(config.optimizer, self.model)
+            plain = build_optimizer(config.optimizer, self.model)
+        self.optimizer = self._shard(plain) if config.optimizer.sharded else plain
+        with world.together("building the scheduler"):
             self.scheduler = build_scheduler(config.scheduler, self.optimizer)
         self.step = 0
         self.samples_since_combined = 0
@@ -148,6 +151,11 @@ class Trainer:
         self.world.barrier()
         self._check_saved()
 
+    def _shard(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Keeps its state in shards, twice where training goes on when ranks die. Collective."""
+        survives = self.survivors is not None and self.survivors.is_on
+        return ShardedOptimizer(optimizer, self.world, copies=2 if survives else 1)
+
     def loaders(self) -> list[HDF5Loader]:
         """Of all data that the run reads."""
         return [self.loader] if self.validation is None else [self.loader, self.validation]
@@ -176,6 +184,8 @@ class Trainer:
             self.recorder.progress.line(describe_epoch(self, epoch))
             self._save_after(epoch)
             self.num_epochs = epoch + 1
+        if self.survivors is not None:  # who misses parameters of a rank that died in the last step, learns it here
+            self.world.barrier()
         self.saver.finish()
         self.saver.close()
         self.trace.close()

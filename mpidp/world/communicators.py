@@ -34,11 +34,12 @@ def _num_failed(comm: MPI.Comm) -> int:
 
 
 def revoke_all() -> None:
-    """Makes every call on them fail, on all ranks, those that already wait included. Not collective.
-
-    They are forgotten, and stay allocated: to free a communicator needs all its ranks.
-    """
+    """Makes every call on them fail, on all ranks, those that already wait included. Not collective."""
     for comm in [*_open.values()]:
         if comm != MPI.COMM_NULL:
             comm.Revoke()
+
+
+def forget_all() -> None:
+    """They stay allocated: to free a communicator needs all its ranks. Not collective."""
     _open.clear()

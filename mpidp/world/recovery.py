@@ -83,6 +83,7 @@ class Recovery:
         before = self.people
         while True:
             communicators.revoke_all()
+            communicators.forget_all()
             # Others may wait in `agree`, which revoking does not end: they are answered, once.
             if not self._has_disagreed:
                 self._vote(False)

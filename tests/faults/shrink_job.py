@@ -25,6 +25,8 @@ from jobs import Result, finish, launch, mpiexec
 STEPS_AN_EPOCH, EPOCHS, TRAINED = 6, 3, 160
 TIMEOUT_S = 120.0  # to start Python on more ranks than cores takes most of it
 POINTS = ("forward", "backward", "reduce", "agree", "optimizer", "after", "evaluate", "checkpoint", "shrink", "rebuild")
+# With shards of the optimizer's state: after the first of several messages, and after some ranks have dealt anew.
+SHARDED_POINTS = ("gather", "deal")
 # The user's own code: the places to die are put into the package from here.
 MODULE = '''
 """Notes which rows were trained on and which steps were taken, and dies where KILLS says."""
@@ -36,6 +38,8 @@ import torch
 
 import mpidp.reduce.flat
 import mpidp.train.saver
+import mpidp.train.sharding.channel
+import mpidp.train.sharding.optimizer
 import mpidp.train.survivors
 import mpidp.world.recovery
 from mpidp.world.world import current
@@ -74,6 +78,8 @@ dies_at("agree", mpidp.train.survivors.Survivors, "agree")
 dies_at("checkpoint", mpidp.train.saver, "_write_parts")
 dies_at("shrink", mpidp.world.recovery.Recovery, "shrink")
 dies_at("rebuild", mpidp.world.recovery.Recovery, "_rebuild")
+dies_at("gather", mpidp.train.sharding.channel.Messages, "exchange")
+dies_at("deal", mpidp.train.sharding.optimizer, "collect")
 
 
 class Net(torch.nn.Module):
@@ -95,6 +101,8 @@ def fails(fields):
 
 
 class SGD(torch.optim.SGD):
+    elementwise = True
+
     def step(self, closure=None):
         global done
         here("optimizer")

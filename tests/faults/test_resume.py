@@ -71,8 +71,8 @@ def seen(folder: Path, name: str, ranks: int) -> list[set[int]]:
     return [set(step) for step in steps]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_run_killed_twice_equals_an_uninterrupted_one_bit_for_bit(workplace: Path, ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "sharded"), [(1, False), (2, False), (3, False), (3, True)])
+def test_a_run_killed_twice_equals_an_uninterrupted_one_bit_for_bit(workplace: Path, ranks: int, sharded: bool) -> None:
     """Dropout, batch norm, momentum, a schedule; killed after checkpoints in the middle and at the end of an epoch."""
     words = [
         "--checkpoint.every_steps=4",  # 4, 8 and, with the end of the second epoch, 12
@@ -81,6 +81,7 @@ def test_a_run_killed_twice_equals_an_uninterrupted_one_bit_for_bit(workplace: P
         "--model.arguments.norm=true",
         "--scheduler.name=CosineAnnealingLR",
         "--scheduler.arguments.T_max=18",
+        f"--optimizer.sharded={sharded}",
     ]
     train(workplace, ranks, *words, "--run.name=whole")
     train_and_kill(workplace, ranks, 10, *words)
@@ -98,6 +99,38 @@ def test_a_run_killed_twice_equals_an_uninterrupted_one_bit_for_bit(workplace: P
     for name, tensor in weights(whole).items():
         assert torch.equal(weights(resumed)[name], tensor), name
     assert sorted(path.name for path in (workplace / "runs").iterdir()) == ["run", "whole"]
+
+
+def test_shards_change_no_step_and_are_dealt_anew_at_another_size(workplace: Path) -> None:
+    """Behaviour 21: with shards or without, begun or resumed, the same losses; and the same state for plain torch."""
+    words = ["--optimizer.name=RMSprop", "--checkpoint.keep=9"]
+    train(workplace, 3, *words, "--run.name=plain")
+    train(workplace, 3, *words, "--run.name=sharded", "--optimizer.sharded=True")
+    plain, sharded = workplace / "runs/plain", workplace / "runs/sharded"
+    assert records(sharded) == records(plain)
+    for name, tensor in weights(plain).items():
+        assert torch.equal(weights(sharded)[name], tensor), name
+    exported = [export(workplace, run) for run in (plain, sharded)]
+    assert repr(exported[1]) == repr(exported[0])
+
+    def resumed(is_sharded: bool) -> list[list[Any]]:
+        folder = shutil.copytree(sharded, workplace / f"runs/resumed_{is_sharded}", symlinks=True)
+        shutil.rmtree(folder / "checkpoints/step_00000018")
+        train(workplace, 2, *words, f"--resume={folder}", f"--optimizer.sharded={is_sharded}")
+        return records(folder)
+
+    assert resumed(True) == resumed(False)
+
+
+def export(workplace: Path, run: Path) -> Any:
+    """The optimizer's state for plain torch, which takes it."""
+    path = workplace / f"{run.name}.pt"
+    result = run_job(["-m", "mpidp", "checkpoint", "export", run, "--optimizer", f"--output={path}"], 0, TIMEOUT_S)
+    assert result.code == 0, result.output
+    state = torch.load(path)["optimizer"]
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 5))
+    torch.optim.RMSprop(model.parameters()).load_state_dict(state)
+    return state
 
 
 def test_a_run_resumed_at_another_size_takes_the_same_samples_and_losses(workplace: Path) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mpidp.errors import ConfigError
 from mpidp.tools.checkpoint.checkpoint import newest_whole
 from mpidp.tools.table import size_text
-from mpidp.train.checkpoint import STATE, read
+from mpidp.train.checkpoint import STATE, part_name, read
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +38,7 @@ def export(place: Path, output: Path | None, kind: str, with_optimizer: bool) ->
         raise ConfigError("--format=safetensors needs a package: pip install 'mpidp[safetensors]'")
     path, passed_over = newest_whole(place)
     state = read(path, STATE)
-    chosen = {key: state[key] for key in ("model", "optimizer")} if with_optimizer else state["model"]
+    chosen = {"model": state["model"], "optimizer": _optimizer(state, path)} if with_optimizer else state["model"]
     partial = target.with_name(f".{target.name}.partial")
     try:
         _write(partial, chosen, kind, with_optimizer, int(state["step"]))
@@ -49,6 +49,13 @@ def export(place: Path, output: Path | None, kind: str, with_optimizer: bool) ->
     lines = [f"passed over a newer checkpoint: {line}" for line in passed_over]
     what = "model and optimizer" if with_optimizer else "model"
     return "\n".join([*lines, f"{target}: {what} of {path}, {size_text(target.stat().st_size)}"])
+
+
+def _optimizer(state: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The plain optimizer's state, put together where each rank saved its share."""
+    from mpidp.train.sharding.saved import plain_state
+
+    return plain_state(state["optimizer"], lambda rank: read(path, part_name(rank))["optimizer"])
 
 
 def _write(path: Path, chosen: Any, kind: str, with_optimizer: bool, step: int) -> None:

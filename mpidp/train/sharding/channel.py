@@ -1,0 +1,123 @@
+"""Some bytes of every rank in, the bytes of all ranks out on each: by messages, or by memory that a node shares."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mpidp.reduce.pieces import MAX_PIECE_BYTES
+from mpidp.world import tolerance
+from mpidp.world.mpi import MPI
+from mpidp.world.window import SharedWindow, free_shared_memory
+from mpidp.world.world import World
+
+# All ranks' pieces together: large enough for the full bandwidth, small enough to stay in the caches of a CPU.
+TOTAL_BYTES = 4 << 20
+LEAST_PIECE_BYTES = 64 << 10
+
+
+class Channel(Protocol):
+    """Carries one piece after the other."""
+
+    piece_bytes: int
+
+    def segments(self, counts: Sequence[int]) -> Sequence[Tensor]:
+        """Where the bytes of each rank lie in this piece, uint8, at least as many as `counts`; fill your own."""
+
+    def exchange(self, counts: Sequence[int]) -> None:
+        """Afterwards the segments hold what their ranks wrote. Collective; `counts` is the same on all ranks."""
+
+    def close(self) -> None:
+        """Gives memory back. Collective."""
+
+
+def make_channel(world: World) -> Channel:
+    """What is fastest here: memory of the node where all ranks are on one and compute in it. Collective."""
+    piece_bytes = max(LEAST_PIECE_BYTES, TOTAL_BYTES // world.size)
+    if world.num_nodes == 1 and world.size > 1 and world.device.type == "cpu" and not tolerance.is_on():
+        free = free_shared_memory()
+        if world.all(free is None or free >= Window.needs(piece_bytes) * world.size):
+            try:
+                return Window(world, piece_bytes)
+            except MPI.Exception as error:  # on all ranks of the node, which are all there are
+                world.say(f"MPI cannot share memory ({error}): parameters go by messages, which is slower")
+        else:
+            world.say(f"{world.host} has too little shared memory left: parameters go by messages, which is slower")
+    return Messages(world, min(piece_bytes, MAX_PIECE_BYTES // world.size))
+
+
+class Messages:
+    """MPI's Allgatherv. The buffer is the device's where MPI takes such memory, else the host's.
+
+    Args:
+        world: the ranks.
+        piece_bytes: most bytes of one rank in one piece.
+    """
+
+    def __init__(self, world: World, piece_bytes: int):
+        self.piece_bytes = piece_bytes
+        self._comm = world.comm
+        on_gpu = world.device.type == "cuda"
+        on_device = on_gpu and world.cuda_aware.aware
+        self._device = world.device
+        self._buffer = torch.empty(
+            piece_bytes * world.size,
+            dtype=torch.uint8,
+            device=world.device if on_device else "cpu",
+            pin_memory=on_gpu and not on_device,
+        )
+
+    def segments(self, counts: Sequence[int]) -> Sequence[Tensor]:
+        """Neighbours in the buffer."""
+        starts = accumulate(counts, initial=0)
+        return [self._buffer[start : start + count] for start, count in zip(starts, counts, strict=False)]
+
+    def exchange(self, counts: Sequence[int]) -> None:
+        """Collective."""
+        if self._device.type == "cuda":  # copies to the buffer, and from it for the piece before, are done after this
+            torch.cuda.current_stream(self._device).synchronize()
+        buffer = self._buffer if self._buffer.is_cuda else self._buffer.numpy()
+        self._comm.Allgatherv(MPI.IN_PLACE, [buffer, (list(counts), None), MPI.BYTE])
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class Window:
+    """Segments that all ranks of a node see, so that each byte is written once and read by whoever wants it.
+
+    A segment has two halves, used in turns: while some ranks still read of one piece, others write the next.
+
+    Args:
+        world: the ranks, all on one node.
+        piece_bytes: most bytes of one rank in one piece.
+
+    Raises:
+        mpi4py.MPI.Exception: on all ranks; MPI cannot share memory here.
+    """
+
+    def __init__(self, world: World, piece_bytes: int):
+        self.piece_bytes = piece_bytes
+        self._window = SharedWindow(world.topology.node_comm, self.needs(piece_bytes))
+        self._half = 0
+
+    @staticmethod
+    def needs(piece_bytes: int) -> int:
+        """Bytes of shared memory for each rank."""
+        return 2 * piece_bytes
+
+    def segments(self, counts: Sequence[int]) -> Sequence[Tensor]:
+        """The half whose turn it is."""
+        start = self._half * self.piece_bytes
+        return [segment[start : start + self.piece_bytes] for segment in self._window.segments]
+
+    def exchange(self, counts: Sequence[int]) -> None:
+        """Collective. Whoever is through has read all of the piece before last, which this half held."""
+        self._window.synchronize()
+        self._half = 1 - self._half
+
+    def close(self) -> None:
+        """Collective."""
+        self._window.free()

@@ -1,0 +1,248 @@
+"""A plain optimizer in; one that steps alike, but of whose state each rank keeps only its share, out.
+
+This is the first stage of ZeRO (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models", 2020), for gradients that are the mean over ranks already: each rank brings its shard of the parameters up to
+date, then all gather the whole.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, overload
+
+import torch
+from torch import nn
+
+from mpidp.errors import LaunchError, MpidpError
+from mpidp.train.bits import flat
+from mpidp.train.sharding.channel import make_channel
+from mpidp.train.sharding.exchange import collect
+from mpidp.train.sharding.gather import Gather
+from mpidp.train.sharding.layout import Run, holders, shards
+from mpidp.train.sharding.shard import Shard
+from mpidp.train.sharding.state import Part, cut, full_state_dict, join
+from mpidp.train.signature import check_same
+from mpidp.world import communicators, tolerance
+from mpidp.world.abort import SHARED_MARK
+from mpidp.world.world import World
+
+log = logging.getLogger("mpidp")
+
+# Of torch.optim, those that do with an element what they would do with it in any other tensor.
+ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Steps as the optimizer it is given would, with a share of the state on each rank (ZeRO-1). Collective to make.
+
+        model = mpidp.DataParallel(model, world)
+        optimizer = mpidp.ShardedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), world)
+
+    Clipping, GradScaler and schedulers work as with any optimizer. `step` is collective. Gradients must be equal on
+    all ranks, as `DataParallel` leaves them. The optimizer that was given is part of this one from then on, and must
+    not be used otherwise; its state, if it has any, goes on. One of your own may be given if it does with an element
+    what it would do with it in any other tensor; its class promises that by an attribute `elementwise = True`.
+
+    Args:
+        optimizer: over the same parameters on all ranks; not one that mixes elements (LBFGS, Muon, Adafactor) or
+            expects sparse gradients.
+        world: the ranks.
+        copies: on how many ranks each part of the state is kept: 1, or 2, so that it outlives the death of a rank
+            (`mpidp.Survivors`), on another node where possible. The second is computed, not sent.
+
+    Raises:
+        ValueError: another number of copies.
+        MpidpError: an optimizer or a parameter that cannot be cut into shards.
+        MismatchError: the ranks' parameters or options differ.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, world: World, *, copies: int = 1):
+        if copies not in (1, 2):
+            raise ValueError(f"copies = {copies}: give 1, or 2 to keep every part of the state on two ranks")
+        self.world, self.copies = world, copies
+        self._is_made = False
+        super().__init__([{"params": group["params"]} for group in optimizer.param_groups], optimizer.defaults)
+        self._is_made = True
+        for own, group in zip(self.param_groups, optimizer.param_groups, strict=True):
+            own.update({key: value for key, value in group.items() if key != "params"})
+        self._parameters: list[nn.Parameter] = [p for group in self.param_groups for p in group["params"]]
+        self._numels = [parameter.numel() for parameter in self._parameters]
+        with world.together("sharding the optimizer"):
+            _check(optimizer, self._parameters)
+        shapes = [f"parameter {n}: {tuple(p.shape)}, {p.dtype}" for n, p in enumerate(self._parameters)]
+        check_same(world, [type(optimizer).__qualname__, f"copies={copies}", *shapes], "the sharded optimizers")
+        whole = [dict(optimizer.state.get(parameter, {})) for parameter in self._parameters]
+        self._shard = Shard(optimizer)
+        self._former: list[Part] = []
+        self._deal()
+        with world.together("sharding the optimizer"):
+            self._shard.hold(self._mine, [self._cut(whole, run) for run in self._mine])
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The plain optimizer, over this rank's runs of parameters."""
+        return self._shard.inner
+
+    @property
+    def runs(self) -> list[Run]:
+        """What this rank holds."""
+        return list(self._mine)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Brings this rank's shard up to date and gathers the others'. Collective.
+
+        When a rank died meanwhile, and the others are to go on, it returns with the step taken and the parameters of
+        others missing: the next collective call raises, and `rebuild` makes up for it.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._former.clear()  # all ranks have come here since the last loss
+        self._share_options()
+        if self._shard.follow():
+            self._aim()
+        self._shard.step()
+        try:
+            self._gather()
+        except Exception as error:
+            if not tolerance.is_survived(error):
+                raise
+            log.info("a rank was lost while parameters were gathered: %s", error)
+            communicators.revoke_all()  # of the others, too, none may wait for this one
+        return loss
+
+    def rebuild(self) -> None:
+        """Goes on after the world lost ranks: deals shards anew, state and parameters out of what is left. Collective.
+
+        Raises:
+            LaunchError: on all ranks, a part of the state was on lost ranks only.
+        """
+        held = [*self._shard.parts(), *self._former]
+        self._deal()
+        try:
+            states = collect(self.world.comm, self._numels, held, self._mine, self._shard.flats)
+        except LookupError as error:
+            raise _lost(error.args[0], self.copies) from None
+        # Others may not come so far, because one more dies: until all have, what they look for stays here.
+        self._former = held
+        self._shard.hold(self._mine, states)
+
+    def full_state_dict(self, rank: int = 0) -> dict[str, Any]:
+        """The `state_dict` of the plain optimizer, in host memory, on one rank; {} on the others. Collective."""
+        whole = [Run(number, 0, numel) for number, numel in enumerate(self._numels) if numel]
+        wanted = whole if self.world.rank == rank else []
+        states = collect(self.world.comm, self._numels, self._shard.parts(), wanted)
+        if self.world.rank != rank:
+            return {}
+        parts = list(zip(wanted, states, strict=True))
+        return full_state_dict(self.groups_state_dict(), self._parameters, parts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plain optimizer's, where there is one rank.
+
+        Raises:
+            MpidpError: there are several, and none has it all.
+        """
+        if self.world.size > 1:
+            raise MpidpError(
+                f"the optimizer's state is spread over {self.world.size} ranks: call full_state_dict() on all of them, "
+                f"which returns the plain state_dict on rank 0"
+            )
+        return self.full_state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes this rank's share out of the `state_dict` of a plain optimizer. Not collective; to do on every rank."""
+        self.load_groups_state_dict(state_dict["param_groups"])
+        whole = [state_dict["state"].get(number, {}) for number in range(len(self._parameters))]
+        self._shard.hold(self._mine, [self._cut(whole, run) for run in self._mine])
+
+    def groups_state_dict(self) -> list[dict[str, Any]]:
+        """Options of the groups of parameters, the same on all ranks."""
+        groups: list[dict[str, Any]] = super().state_dict()["param_groups"]
+        return groups
+
+    def load_groups_state_dict(self, groups: list[dict[str, Any]]) -> None:
+        """Takes the options, but no state."""
+        super().load_state_dict({"state": {}, "param_groups": groups})
+
+    def own_parts(self) -> list[Part]:
+        """The runs of which this rank is the first holder, with their state; over all ranks each element once."""
+        own = set(self._lists[self.world.rank])
+        return [part for part in self._shard.parts() if part[0] in own]
+
+    def load_parts(self, parts: Iterable[Part]) -> None:
+        """Takes what this rank holds out of parts that together hold all of that, cut as they may be."""
+        parts = list(parts)
+        self._shard.hold(self._mine, [join(run, parts) for run in self._mine])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: give all groups to the plain optimizer."""
+        if self._is_made:
+            raise MpidpError("a sharded optimizer takes no further parameters: give all to the plain one before")
+        super().add_param_group(param_group)
+
+    def close(self) -> None:
+        """Gives shared memory back. Collective."""
+        self._channel.close()
+
+    def _deal(self) -> None:
+        """Settles who holds what, and makes what is needed to gather. Collective."""
+        world = self.world
+        self._lists = shards(self._numels, world.size)
+        nodes: list[int] = world.comm.allgather(world.node)
+        held_by = holders(nodes, self.copies)
+        self._mine = [run for shard, ranks in enumerate(held_by) if world.rank in ranks for run in self._lists[shard]]
+        self._channel = make_channel(world)
+        self._aim()
+
+    def _aim(self) -> None:
+        self._gather = Gather(self.world.rank, self._lists, self._shard.flats, self._channel)
+
+    def _share_options(self) -> None:
+        """What schedulers changed."""
+        for group, own in zip(self._shard.inner.param_groups, self.param_groups, strict=True):
+            group.update({key: value for key, value in own.items() if key not in ("params", "param_names")})
+
+    def _cut(self, whole: list[dict[str, Any]], run: Run) -> dict[str, Any]:
+        return cut(whole[run.parameter], self._parameters[run.parameter], run)
+
+
+def _check(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+    """Raises MpidpError for what cannot be cut."""
+    kind = type(optimizer)
+    is_known = kind.__module__.startswith("torch.optim.") and kind.__name__ in ELEMENTWISE
+    if not is_known and not getattr(kind, "elementwise", False):
+        raise MpidpError(
+            f"{kind.__qualname__} cannot be sharded: its step may mix the elements of a parameter. Use one of "
+            f"{', '.join(ELEMENTWISE)}; a class of your own promises the contrary by an attribute elementwise = True"
+        )
+    for number, parameter in enumerate(parameters):
+        if not _is_dense(parameter):
+            raise MpidpError(
+                f"parameter {number} of shape {tuple(parameter.shape)} does not lie densely in memory (strides "
+                f"{tuple(parameter.stride()) if parameter.layout is torch.strided else parameter.layout}), and cannot "
+                f"be sharded: make it contiguous"
+            )
+
+
+def _is_dense(parameter: nn.Parameter) -> bool:
+    if parameter.layout is not torch.strided:
+        return False
+    lay = flat(parameter.detach())
+    return lay.data_ptr() == parameter.data_ptr() and lay.is_contiguous()
+
+
+def _lost(run: Run, copies: int) -> LaunchError:
+    advice = "Start the job again: it goes on from its newest checkpoint."
+    if copies == 1:
+        advice += " With copies=2 the state outlives the loss of one rank."
+    error = LaunchError(
+        f"the optimizer's state of elements {run.start:,} to {run.stop:,} of parameter {run.parameter} was held by "
+        f"lost ranks only. {advice}"
+    )
+    setattr(error, SHARED_MARK, True)
+    return error
