@@ -3,9 +3,9 @@
 Usage: mpiexec -n RANKS python benchmarks/sharded_optimizer.py [--model transformer] [--steps 5] [--blocks 20]
 
 Three trainings of the same model take turns, a block of steps each: the plain optimizer; shards whose parameters are
-gathered as mpidp chooses (shared memory on one node); and shards whose parameters are gathered by MPI's messages. First
-it checks that all three have the same parameters, bit for bit. Prints, from rank 0, the median time of a step and of the
-optimizer's part in it, their quartiles, and the bytes of state on this rank.
+gathered as mpidp chooses (shared memory on one node); and shards whose parameters are gathered by MPI's messages.
+First it checks that all three have the same parameters, bit for bit. Prints, from rank 0, the median time of a step and
+of the optimizer's part in it, their quartiles, and the bytes of state on this rank.
 """
 
 import argparse
