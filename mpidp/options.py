@@ -21,6 +21,14 @@ DESCRIPTION = """Train a model on HDF5 files: mpidp train RUN.toml [--SECTION.KE
 The run file comes first; options given here win over it. Under mpiexec or srun every process is one rank.
 Keyword arguments are options too: --model.arguments.width=64, --optimizer.arguments.weight_decay=0.1."""
 
+# As a run file spells them, and as tyro does.
+_BOOLEANS = {"true": "True", "false": "False"}
+_BOOLEAN_OPTIONS = {
+    f"--{section}.{key}"
+    for section, values in dataclasses.asdict(RunConfig()).items()
+    for key, value in values.items()
+    if isinstance(value, bool)
+}
 _ARGUMENT_SECTIONS = {key for key, section in dataclasses.asdict(RunConfig()).items() if "arguments" in section}
 
 
@@ -54,7 +62,7 @@ def parse(words: Sequence[str], console_outputs: bool = True) -> TrainOptions:
         TrainOptions,
         prog=f"mpidp train {file or 'RUN.toml'}",
         description=DESCRIPTION,
-        args=rest,
+        args=_spell_booleans(rest),
         default=TrainOptions(_with_arguments(base, arguments)),
         use_underscores=True,  # as the keys in the file are spelt; hyphens are understood too
         console_outputs=console_outputs,
@@ -91,6 +99,22 @@ def _take_arguments(words: Sequence[str]) -> tuple[list[str], dict[str, dict[str
         else:
             rest.append(word)
     return rest, taken
+
+
+def _spell_booleans(words: Sequence[str]) -> list[str]:
+    """Let `--SECTION.KEY=true`, or `... true`, be as good as True."""
+    spelt: list[str] = []
+    option = ""  # the one that a word by itself belongs to
+    for word in words:
+        name, has_value, value = word.partition("=")
+        if option in _BOOLEAN_OPTIONS:
+            spelt.append(_BOOLEANS.get(word, word))
+        elif has_value and name.replace("-", "_").replace("__", "--", 1) in _BOOLEAN_OPTIONS:
+            spelt.append(f"{name}={_BOOLEANS.get(value, value)}")
+        else:
+            spelt.append(word)
+        option = word.replace("-", "_").replace("__", "--", 1)
+    return spelt
 
 
 def _key_and_value(name: str, word: str, remaining: Iterator[str]) -> tuple[str, str]:

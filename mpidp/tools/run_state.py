@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mpidp.errors import ConfigError
+from mpidp.train.checkpoint import newest_first
 
 # A run that has not written for so long is no longer taken for running, unless Slurm says so.
 SILENT_S = 300.0
@@ -63,9 +64,7 @@ def read_run(path: Path) -> RunState:
     trained = _last_record(path / "metrics.jsonl", "train")
     step = trained["step"] if trained else last.get("first_step")
     total = last.get("last_step")
-    checkpoints = (path / "checkpoints").glob("step_*")
-    checkpoint = max(checkpoints, key=lambda found: (len(found.name), found.name), default=None)
-    written = [file.stat().st_mtime for file in (path / "metrics.jsonl", path / "env.json") if file.exists()]
+    checkpoint = next(iter(newest_first(path / "checkpoints")), None)
     return RunState(
         path=path,
         starts=len(starts),
@@ -78,9 +77,15 @@ def read_run(path: Path) -> RunState:
         left_s=_left_s(path, last, step, total),
         checkpoint=checkpoint.name if checkpoint else "",
         checkpoint_age_s=now - checkpoint.stat().st_mtime if checkpoint else 0.0,
-        silent_s=now - max(written),
+        silent_s=silent_s(path),
         end=last.get("end", ""),
     )
+
+
+def silent_s(path: Path) -> float:
+    """Seconds since the last sign of life of the run in a folder: its start, or a record."""
+    files = (path / "metrics.jsonl", path / "env.json")
+    return time.time() - max(file.stat().st_mtime for file in files if file.exists())
 
 
 def read_starts(path: Path) -> list[dict[str, Any]]:

@@ -84,3 +84,23 @@ def test_awareness_was_decided_for_a_reason(world: mpidp.World) -> None:
     """Behaviour 47."""
     print(world.cuda_aware)
     assert world.cuda_aware.reason
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_an_optimizer_in_shards(world: mpidp.World, copies: int) -> None:
+    """Behaviour 21: parameters gathered out of device memory or by way of the host, while kernels still write them."""
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(300, 500), nn.Linear(500, 7)).to(world.device) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    plain: torch.optim.Optimizer = torch.optim.AdamW(models[0].parameters(), lr=0.01)
+    sharded = mpidp.ShardedOptimizer(torch.optim.AdamW(models[1].parameters(), lr=0.01), world, copies=copies)
+    for step in range(4):
+        x = torch.randn(16, 300, generator=torch.Generator().manual_seed(step)).to(world.device)
+        for model, optimizer in zip(models, (plain, sharded), strict=True):
+            model(x).square().mean().backward()
+            torch.cuda._sleep(20_000_000)
+            optimizer.step()
+            optimizer.zero_grad()
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(one, other)
+    sharded.close()

@@ -36,7 +36,7 @@ TRAIN_OPTIONS = """
 --data.train --data.validation --data.validation_fraction --data.fields --data.global_batch --data.shuffle
 --data.lanes --data.mixing_chunks --data.mode --data.stage_folder --data.memory_bytes --data.threads --data.allow_holes
 --data.transform --data.sample_transform
---model.name --loss.name --optimizer.name --optimizer.lr --scheduler.name
+--model.name --loss.name --optimizer.name --optimizer.lr --optimizer.sharded --scheduler.name
 --train.epochs --train.fault_tolerance --train.min_ranks
 --train.clip_norm --train.micro_batch --train.dtype --train.threads --train.on_end
 --reduce.reducer --reduce.bucket_bytes --reduce.piece_bytes --reduce.wire --reduce.error_feedback --reduce.check_finite
@@ -126,6 +126,7 @@ def test_public_names() -> None:
         "FieldSpec",
         "HDF5Loader",
         "ReplicaCheck",
+        "ShardedOptimizer",
         "StopSignal",
         "Survivors",
         "Trace",
@@ -217,6 +218,26 @@ def test_hyphens_and_underscores_are_the_same(run_file: str) -> None:
     assert parse([run_file, "--data.global-batch=8", "--dry_run"]) == parse(
         [run_file, "--data.global_batch=8", "--dry-run"]
     )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--optimizer.sharded=true", "--checkpoint.background=false"],
+        ["--optimizer.sharded", "true", "--checkpoint.background", "false"],
+        ["--optimizer.sharded=True", "--checkpoint.background", "False"],
+    ],
+)
+def test_booleans_may_be_spelt_as_in_the_file(run_file: str, words: list[str]) -> None:
+    config = parse([run_file, "--run.name", "true", *words, "--data.allow-holes=true", "--run.folder=false"]).config
+    assert (config.optimizer.sharded, config.checkpoint.background, config.data.allow_holes) == (True, False, True)
+    assert (config.run.name, config.run.folder) == ("true", "false")
+
+
+def test_a_boolean_of_another_spelling_is_refused(run_file: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse([run_file, "--optimizer.sharded=yes"], console_outputs=False)
+    assert caught.value.code == 2
 
 
 def test_keyword_arguments_are_laid_over_those_of_the_file(run_file: str) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any
 
 from mpidp.errors import CheckpointError, ConfigError
 from mpidp.tools.report.trace import Trace, read_trace
-from mpidp.tools.run_state import SILENT_S, read_starts
+from mpidp.tools.run_state import SILENT_S, read_starts, silent_s
 from mpidp.train import manifest as manifests
 from mpidp.train.checkpoint import newest_first
 from mpidp.train.manifest import Manifest
@@ -51,7 +50,7 @@ class Run:
         is_cut: whether a half-written last line was left out.
         checkpoints: name, and manifest or what is wrong with it; oldest first.
         trace: what `trace.json` says of the ranks' time; None without one.
-        silent_s: seconds since the last record.
+        silent_s: seconds since the last sign of life.
     """
 
     path: Path
@@ -125,7 +124,7 @@ def read(path: Path, label: str) -> Run:
         is_cut=is_cut,
         checkpoints=[(found.name, _manifest(found)) for found in reversed(newest_first(path / "checkpoints"))],
         trace=read_trace(path / "trace.json"),
-        silent_s=time.time() - metrics.stat().st_mtime,
+        silent_s=silent_s(path),
     )
 
 
