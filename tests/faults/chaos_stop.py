@@ -163,8 +163,7 @@ def _place(folder: Path, name: str) -> Path:
 
 
 def _tell(name: str, fault: str) -> None:
-    if fault:
-        print(f"{name}: {fault}", flush=True)
+    print(f"{name}: {fault or 'as it should be'}", flush=True)
 
 
 if __name__ == "__main__":
