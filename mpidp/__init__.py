@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from mpidp.train.stop import StopSignal
     from mpidp.train.survivors import Survivors
     from mpidp.train.trace import Trace
-    from mpidp.world.world import World, init
+    from mpidp.world.start import init
+    from mpidp.world.world import World
 
 __version__ = "0.1.0"
 __all__ = [
@@ -48,7 +49,7 @@ _HOMES = {
     "Survivors": "mpidp.train.survivors",
     "Trace": "mpidp.train.trace",
     "World": "mpidp.world.world",
-    "init": "mpidp.world.world",
+    "init": "mpidp.world.start",
 }
 
 

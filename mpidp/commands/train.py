@@ -36,7 +36,7 @@ def _train_together(words: list[str]) -> int:
     from mpidp.options import parse
     from mpidp.train.trainer import train
     from mpidp.world.leave import leave
-    from mpidp.world.world import init
+    from mpidp.world.start import init
 
     world = init()
     with world.together("reading the run file and the command line"):

@@ -59,7 +59,7 @@ def speaks() -> bool:
 
 def started_world() -> "World | None":
     """Return this process's world if it has been started, without importing what would start MPI."""
-    module = sys.modules.get("mpidp.world.world")
+    module = sys.modules.get("mpidp.world.start")
     return module.current() if module else None
 
 

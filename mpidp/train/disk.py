@@ -41,8 +41,10 @@ def flush_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def explain(error: BaseException, path: Path) -> CheckpointError:
-    """The reason why something at `path` could not be written, and what to do about it."""
+def as_checkpoint_error(error: Exception, path: Path) -> CheckpointError:
+    """The error itself if it is one; else the reason why something at `path` could not be written, and what to do."""
+    if isinstance(error, CheckpointError):
+        return error
     if not isinstance(error, OSError):
         return CheckpointError(f"{path} cannot be written: {type(error).__name__}: {error}")
     reason, advice = _REASONS.get(error.errno or 0, (error.strerror or str(error), "Look at the file system"))

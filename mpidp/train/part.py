@@ -1,4 +1,4 @@
-"""A state in, one file of a checkpoint out, hashed on its way and flushed to the disk."""
+"""States in, files of a checkpoint out, hashed on their way and flushed to the disk. For a thread; no MPI."""
 
 import hashlib
 import os
@@ -7,7 +7,30 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
+from mpidp.train.disk import as_checkpoint_error, flush_folder
 from mpidp.train.manifest import ALGORITHM, File
+from mpidp.world.status import status
+
+
+def write_parts(folder: Path, parts: dict[str, dict[str, Any]]) -> tuple[File, ...]:
+    """Writes one rank's files, by name, into a folder that some rank makes.
+
+    Raises:
+        CheckpointError: the file system refuses; says what and why.
+    """
+    path = folder
+    try:
+        with status.working("write a checkpoint"):
+            folder.mkdir(exist_ok=True)
+            files = []
+            for name, state in parts.items():
+                path = folder / name
+                files.append(write_part(path, state))
+            flush_folder(folder)
+            flush_folder(folder.parent)
+    except Exception as error:
+        raise as_checkpoint_error(error, path) from error
+    return tuple(files)
 
 
 def write_part(path: Path, state: dict[str, Any]) -> File:

@@ -12,13 +12,40 @@ from pathlib import Path
 from mpidp.errors import CheckpointError
 from mpidp.train import manifest as manifests
 from mpidp.train.checkpoint import by_step, newest_first
-from mpidp.train.disk import flush_folder
-from mpidp.train.manifest import Manifest
+from mpidp.train.disk import as_checkpoint_error, flush_folder
+from mpidp.train.manifest import File, Manifest
+from mpidp.world.status import status
 
 PARTIAL, REMOVED, LATEST = ".partial-", ".removed-", "latest"
 _NEW_LATEST = ".latest"
 
 log = logging.getLogger("mpidp")
+
+
+def complete(partial: Path, final: Path, manifest: Manifest, keep: int) -> tuple[File, ...]:
+    """Publishes a checkpoint and tidies up; returns its files.
+
+    Args:
+        partial: the folder in which the ranks wrote, beside the final one.
+        final: what the checkpoint is to be called.
+        manifest: what the ranks wrote.
+        keep: how many checkpoints to keep; at least 1.
+
+    Raises:
+        CheckpointError: the file system refuses; says what and why, and whether the checkpoint is complete.
+    """
+    try:
+        with status.working("publish a checkpoint"):
+            publish(partial, final, manifest)
+    except Exception as error:
+        raise as_checkpoint_error(error, partial) from error
+    try:
+        tidy(final, keep)
+    except Exception as error:
+        failed = as_checkpoint_error(error, final.parent)
+        failed.add_note(f"{final.name} is complete; what failed is to point {LATEST!r} to it or to remove older ones.")
+        raise failed from error
+    return manifest.files
 
 
 def publish(partial: Path, final: Path, manifest: Manifest) -> None:

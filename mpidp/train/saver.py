@@ -18,10 +18,10 @@ from typing import Any
 from mpidp.errors import CheckpointError
 from mpidp.train import manifest as manifests
 from mpidp.train.checkpoint import STATE, folder_name, part_name
-from mpidp.train.disk import explain, flush_folder
+from mpidp.train.disk import as_checkpoint_error
 from mpidp.train.manifest import File, Manifest
-from mpidp.train.part import write_part
-from mpidp.train.publish import LATEST, PARTIAL, discard, publish, tidy
+from mpidp.train.part import write_parts
+from mpidp.train.publish import PARTIAL, complete, discard
 from mpidp.train.snapshot import Snapshot
 from mpidp.world import tolerance
 from mpidp.world.abort import SHARED_MARK
@@ -29,7 +29,6 @@ from mpidp.world.agreement import DelayedMaximum
 from mpidp.world.mpi import MPI
 from mpidp.world.scalar import reduced
 from mpidp.world.shared_error import share_error
-from mpidp.world.status import status
 from mpidp.world.world import World
 
 log = logging.getLogger("mpidp")
@@ -124,10 +123,10 @@ class Saver:
             parts = {part_name(self.world.rank): own()}
             if self.world.rank == 0:
                 parts[STATE] = shared()
-            work = self._thread.submit(_write_parts, place, self._snapshot.take(parts))
+            work = self._thread.submit(write_parts, place, self._snapshot.take(parts))
         except Exception as error:  # the other ranks are on their way to the agreement
             work = Future()
-            work.set_exception(_failed(error, place))
+            work.set_exception(as_checkpoint_error(error, place))
         self._current = _Save(step, place, work, start, stalled_s=time.perf_counter() - start)
         if not self.background:
             self.finish()
@@ -241,7 +240,7 @@ class Saver:
             manifests.ALGORITHM,
             tuple(sorted((file for of_rank in files for file in of_rank), key=lambda file: file.name)),
         )
-        return self._thread.submit(_publish, save.partial, self.folder / folder_name(save.step), manifest, self.keep)
+        return self._thread.submit(complete, save.partial, self.folder / folder_name(save.step), manifest, self.keep)
 
     def _share(self, error: BaseException | None) -> None:
         assert error is None or isinstance(error, CheckpointError)
@@ -271,42 +270,6 @@ class Saver:
         self.newest = self.folder / folder_name(save.step)
         elapsed_s = time.perf_counter() - save.start
         log.info("wrote %s; training waited %.3f s, the whole took %.3f s", self.newest, save.stalled_s, elapsed_s)
-
-
-def _write_parts(folder: Path, parts: dict[str, dict[str, Any]]) -> Files:
-    """Writes this rank's files into a folder that some rank makes."""
-    path = folder
-    try:
-        with status.working("write a checkpoint"):
-            folder.mkdir(exist_ok=True)
-            files = []
-            for name, state in parts.items():
-                path = folder / name
-                files.append(write_part(path, state))
-            flush_folder(folder)
-            flush_folder(folder.parent)
-    except Exception as error:
-        raise _failed(error, path) from error
-    return tuple(files)
-
-
-def _publish(place: Path, final: Path, manifest: Manifest, keep: int) -> Files:
-    try:
-        with status.working("publish a checkpoint"):
-            publish(place, final, manifest)
-    except Exception as error:
-        raise _failed(error, place) from error
-    try:
-        tidy(final, keep)
-    except Exception as error:
-        failed = _failed(error, final.parent)
-        failed.add_note(f"{final.name} is complete; what failed is to point {LATEST!r} to it or to remove older ones.")
-        raise failed from error
-    return manifest.files
-
-
-def _failed(error: Exception, path: Path) -> CheckpointError:
-    return error if isinstance(error, CheckpointError) else explain(error, path)
 
 
 def _done() -> "Future[Files]":

@@ -34,8 +34,9 @@ from mpidp.train.survivor import Survivor
 from mpidp.train.survivors import Part, Survivors
 from mpidp.train.trace import Trace
 from mpidp.world.cores import warn_of_cores
+from mpidp.world.start import init
 from mpidp.world.status import BETWEEN
-from mpidp.world.world import World, init
+from mpidp.world.world import World
 
 
 def train(config: RunConfig, resume: Path | None = None) -> str:

@@ -1,6 +1,6 @@
 """Started processes enter; rank 0 leaves with what each of them knows. For tools that must not wait for torch.
 
-Training uses `mpidp.world.world`, which checks devices too. Here MPI is started with nothing else.
+Training uses `mpidp.world.start`, which checks devices too. Here MPI is started with nothing else.
 """
 
 import socket

@@ -42,7 +42,7 @@ import mpidp.train.sharding.channel
 import mpidp.train.sharding.optimizer
 import mpidp.train.survivors
 import mpidp.world.recovery
-from mpidp.world.world import current
+from mpidp.world.start import current
 
 RANK = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0"))
 KILLS = [kill.split(":") for kill in os.environ.get("KILLS", "").split()]
@@ -75,7 +75,7 @@ def dies_at(point, holder, name):
 
 dies_at("reduce", mpidp.reduce.flat.FlatReducer, "mean")
 dies_at("agree", mpidp.train.survivors.Survivors, "agree")
-dies_at("checkpoint", mpidp.train.saver, "_write_parts")
+dies_at("checkpoint", mpidp.train.saver, "write_parts")
 dies_at("shrink", mpidp.world.recovery.Recovery, "shrink")
 dies_at("rebuild", mpidp.world.recovery.Recovery, "_rebuild")
 dies_at("gather", mpidp.train.sharding.channel.Messages, "exchange")

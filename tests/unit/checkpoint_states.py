@@ -7,8 +7,8 @@ import torch
 
 from mpidp.train.checkpoint import STATE, folder_name, load, part_name, read
 from mpidp.train.manifest import ALGORITHM, Manifest
+from mpidp.train.part import write_parts
 from mpidp.train.publish import PARTIAL, publish, tidy
-from mpidp.train.saver import _write_parts
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int, ranks: int =
     files = []
     for rank in range(ranks):
         parts = {part_name(rank): own_of(step, rank)} | ({STATE: state} if rank == 0 else {})
-        files += _write_parts(partial, parts)
+        files += write_parts(partial, parts)
     publish(partial, final, Manifest(step, ranks, "2026-01-31T12:00:00+0000", ALGORITHM, tuple(files)))
     tidy(final, keep)
     return final

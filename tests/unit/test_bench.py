@@ -19,7 +19,8 @@ from mpidp.tools.bench import baselines, workloads
 from mpidp.tools.bench import step as bench_step
 from mpidp.tools.bench.options import AllreduceOptions, StepOptions, parse
 from mpidp.tools.bench.timing import Side, Times, measure
-from mpidp.world.world import World, init
+from mpidp.world.start import init
+from mpidp.world.world import World
 
 REPORT_KEYS = {"kind", "ranks", "nodes", "device", "mpi", "torch", "threads", "repeats", "rows"}
 TIME_KEYS = {"name", "chosen", "bytes", "median_s", "min_s", "max_s"}

@@ -14,9 +14,9 @@ from checkpoint_states import names
 
 import mpidp
 from mpidp.errors import CheckpointError
-from mpidp.train import saver as module
+from mpidp.train import part as module
 from mpidp.train.checkpoint import load, newest
-from mpidp.train.disk import explain
+from mpidp.train.disk import as_checkpoint_error
 from mpidp.train.saver import Saver
 
 
@@ -168,7 +168,7 @@ def test_reasons_that_no_test_machine_gives(tmp_path: Path, number: int) -> None
     """Said by a file that refuses; tests/faults has real file systems for the others."""
     with pytest.raises(OSError) as caught:
         raise OSError(number, os.strerror(number), str(tmp_path / "state.pt"))
-    error = explain(caught.value, tmp_path)
+    error = as_checkpoint_error(caught.value, tmp_path)
     assert REASONS[number] in str(error) and str(tmp_path / "state.pt") in str(error)
 
 

@@ -83,7 +83,7 @@ def four_ranks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     done: list[str] = []
     guard = SimpleNamespace(remove=lambda: done.append("removed"))
     module = SimpleNamespace(current=lambda: SimpleNamespace(size=4, guard=guard))
-    monkeypatch.setitem(sys.modules, "mpidp.world.world", module)
+    monkeypatch.setitem(sys.modules, "mpidp.world.start", module)
     return done
 
 

@@ -9,7 +9,7 @@ from mpidp.tools.bench.baselines import gloo
 from mpidp.tools.bench.options import AllreduceOptions, StepOptions
 from mpidp.tools.bench.report import make_report
 from mpidp.tools.bench.variant import parse_variant
-from mpidp.world.world import init
+from mpidp.world.start import init
 
 Columns = Mapping[str, tuple[str, float]]
 

@@ -26,7 +26,8 @@ from mpidp.train.checkpoint import load
 from mpidp.train.parallel import DataParallel
 from mpidp.train.saver import Saver
 from mpidp.world.mpi import MPI
-from mpidp.world.world import World, init
+from mpidp.world.start import init
+from mpidp.world.world import World
 
 NUM_BYTES, REPEATS, BATCH, FEATURES, CLASSES = 16 << 20, 5, 64, 256, 16
 HIDDEN = (1024, 512)

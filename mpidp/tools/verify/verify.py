@@ -131,6 +131,6 @@ def _at_root(world: "World | None", function: Callable[[], T]) -> T:
 def _world() -> "World | None":
     if (launch_facts(os.environ).size or 1) == 1:
         return None
-    from mpidp.world.world import init
+    from mpidp.world.start import init
 
     return init()

@@ -1,0 +1,171 @@
+"""A started process in, its World out: MPI begun, devices chosen, what would go wrong later said on every rank."""
+
+import os
+import socket
+
+import torch
+
+from mpidp.errors import LaunchError
+from mpidp.world.abort import AbortGuard
+from mpidp.world.awareness import Awareness, decide, library_hint, probe_in_child
+from mpidp.world.cores import cores_per_rank, warn_of_cores
+from mpidp.world.device import check_not_shared, device_uuid, set_device
+from mpidp.world.launch import cannot_start, launch_facts, size_mismatch
+from mpidp.world.mapped import mapped, missing_gtl, two_libraries
+from mpidp.world.maps import MAPS
+from mpidp.world.mpi import MPI
+from mpidp.world.scalar import reduced
+from mpidp.world.shared_error import share_error
+from mpidp.world.shared_files import forget_names
+from mpidp.world.topology import make_topology
+from mpidp.world.watch import watch_rank
+from mpidp.world.watchdog import Watchdog
+from mpidp.world.watched_comm import WatchedComm
+from mpidp.world.world import World
+
+# Autograd runs the end of a CUDA backward pass in its own thread while the training thread waits, and that is where
+# gradients are reduced: MPI must accept calls from different threads, one at a time.
+REQUIRED_THREAD_LEVEL = MPI.THREAD_SERIALIZED
+_THREAD_LEVELS = {
+    MPI.THREAD_SINGLE: "MPI_THREAD_SINGLE",
+    MPI.THREAD_FUNNELED: "MPI_THREAD_FUNNELED",
+    MPI.THREAD_SERIALIZED: "MPI_THREAD_SERIALIZED",
+    MPI.THREAD_MULTIPLE: "MPI_THREAD_MULTIPLE",
+}
+
+_world: World | None = None
+
+
+def init(*, share_gpu: bool = False, stall_warning_s: float | None = None, stall_abort_s: float | None = None) -> World:
+    """Starts MPI if needed and returns this process's World. Idempotent. Collective at the first call.
+
+    Without a launcher this is a world of size 1. From here on an uncaught exception on any rank ends the whole job,
+    and so does a rank that leaves while others wait for it.
+
+    Args:
+        share_gpu: allow two ranks of a node to use one GPU (also `MPIDP_SHARE_GPU=1`).
+        stall_warning_s: how long ranks wait for others before a report says for whom, and where each is; 0 for ever.
+            None is 60 s, or what an earlier call said.
+        stall_abort_s: how long before the job is ended, likewise; None is 600 s.
+
+    Raises:
+        LaunchError: MPI has another size than the launcher meant; MPI's thread level is too low; two MPI libraries
+            are loaded; two local ranks share a GPU.
+
+    Warns:
+        UserWarning: on rank 0, ranks have more threads than cores, or are pinned to the same few.
+    """
+    global _world
+    if _world is None:
+        _start_mpi()
+        _world = _make_world(share_gpu or os.environ.get("MPIDP_SHARE_GPU") == "1")
+    if _world.watchdog is not None:
+        _world.watchdog.configure(stall_warning_s, stall_abort_s)
+    return _world
+
+
+def current() -> World | None:
+    """The World that `init` made in this process, or None. Starts nothing."""
+    return _world
+
+
+def _start_mpi() -> None:
+    _check_loaded()
+    if not MPI.Is_initialized():
+        stops = cannot_start(launch_facts(os.environ), os.environ, MPI.Get_library_version())
+        if stops is not None:
+            raise LaunchError(stops)
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    level = MPI.Query_thread()
+    library = MPI.Get_library_version().splitlines()[0].strip("\0 ")
+    if level < REQUIRED_THREAD_LEVEL:
+        raise LaunchError(
+            f"MPI was started with {_THREAD_LEVELS[level]}, mpidp needs {_THREAD_LEVELS[REQUIRED_THREAD_LEVEL]} "
+            f"or more ({library}). Call mpidp.init() before anything else starts MPI, or start it with "
+            f"MPI.Init_thread(MPI.THREAD_MULTIPLE)."
+        )
+    mismatch = size_mismatch(launch_facts(os.environ), MPI.COMM_WORLD.size, library)
+    if mismatch is not None:
+        raise LaunchError(mismatch)
+
+
+def _check_loaded() -> None:
+    """Raises LaunchError for libraries that would crash MPI, in a way that nobody can catch. Not collective."""
+    libraries = mapped(MAPS.read_text() if MAPS.exists() else "")
+    fault = two_libraries(libraries.mpi) or missing_gtl(os.environ.get("MPICH_GPU_SUPPORT_ENABLED"), libraries)
+    if fault is not None:
+        raise LaunchError(fault)
+
+
+def _make_world(share_gpu: bool) -> World:
+    comm = WatchedComm(MPI.COMM_WORLD.Dup())
+    node_comm = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    forget_names(node_comm)
+    topology = make_topology(comm)
+    host = socket.gethostname()
+    guard = AbortGuard(comm.rank, comm.size, host, MPI.COMM_WORLD.Abort)
+    watchdog: Watchdog | None = None
+    if comm.size > 1:
+        guard.install()
+        watchdog = watch_rank(comm, host, topology.node, guard)
+    warn_of_cores(comm, host, torch.get_num_threads(), stacklevel=4)
+    device = set_device(node_comm.rank)
+    _check_same_kind(comm, device, host)
+    if not share_gpu:
+        _check_not_shared(comm, node_comm, device, host)
+    return World(
+        rank=comm.rank,
+        size=comm.size,
+        local_rank=node_comm.rank,
+        local_size=node_comm.size,
+        node=topology.node,
+        num_nodes=topology.num_nodes,
+        host=host,
+        device=device,
+        cores=cores_per_rank(node_comm),
+        cuda_aware=_decide_awareness(comm, node_comm, device),
+        comm=comm,
+        node_comm=node_comm,
+        topology=topology,
+        guard=guard,
+        watchdog=watchdog,
+    )
+
+
+def _check_same_kind(comm: MPI.Intracomm, device: torch.device, host: str) -> None:
+    """Raises on every rank when some see a GPU and some do not: they would take different ways; collective."""
+    kinds = comm.allgather((device.type, host))
+    different = next((kind for kind in kinds if kind[0] != kinds[0][0]), None)
+    if different is not None:
+        error = LaunchError(
+            f"rank 0 on {kinds[0][1]} computes on {kinds[0][0]}, rank {kinds.index(different)} on {different[1]} on "
+            f"{different[0]}: the GPUs of one node are not seen. Look at CUDA_VISIBLE_DEVICES and nvidia-smi there."
+        )
+        share_error(comm, error, "choosing devices")
+
+
+def _check_not_shared(comm: MPI.Intracomm, node_comm: MPI.Intracomm, device: torch.device, host: str) -> None:
+    """Raises on every rank of every node when two ranks of some node hold one GPU; collective."""
+    uuids = node_comm.allgather(device_uuid(device))
+    error: LaunchError | None = None
+    try:
+        check_not_shared(uuids, host)
+    except LaunchError as caught:
+        error = caught
+    share_error(comm, error, f"on {host}, choosing devices")
+
+
+def _decide_awareness(comm: MPI.Intracomm, node_comm: MPI.Intracomm, device: torch.device) -> Awareness:
+    """One answer for all ranks, proven once a node; collective."""
+    if not reduced(comm, device.type == "cuda", MPI.LOR):
+        return Awareness(False, "no rank has a GPU")
+    own: Awareness | None = None
+    error: LaunchError | None = None
+    if node_comm.rank == 0 and device.type == "cuda":
+        try:
+            own = decide(os.environ, library_hint(), lambda: probe_in_child(str(device)))
+        except LaunchError as caught:
+            error = caught
+    share_error(comm, error, "choosing how MPI gets gradients")
+    answers: list[Awareness] = [answer for answer in comm.allgather(own) if answer is not None]
+    return next((answer for answer in answers if not answer.aware), answers[0])
