@@ -12,7 +12,7 @@ import torch
 
 import mpidp
 from mpidp.errors import CheckpointError
-from mpidp.train import saver as module
+from mpidp.train import part as module
 from mpidp.train.checkpoint import load, newest, part_name, read
 from mpidp.train.choose import newest_readable
 from mpidp.train.saver import Saver
