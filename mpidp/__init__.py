@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mpidp.train.sharding.optimizer import ShardedOptimizer
     from mpidp.train.stop import StopSignal
     from mpidp.train.survivors import Survivors
+    from mpidp.train.sync_batch_norm import SyncBatchNorm
     from mpidp.train.trace import Trace
     from mpidp.world.start import init
     from mpidp.world.world import World
@@ -31,6 +32,7 @@ __all__ = [
     "ShardedOptimizer",
     "StopSignal",
     "Survivors",
+    "SyncBatchNorm",
     "Trace",
     "World",
     "__version__",
@@ -47,6 +49,7 @@ _HOMES = {
     "ShardedOptimizer": "mpidp.train.sharding.optimizer",
     "StopSignal": "mpidp.train.stop",
     "Survivors": "mpidp.train.survivors",
+    "SyncBatchNorm": "mpidp.train.sync_batch_norm",
     "Trace": "mpidp.train.trace",
     "World": "mpidp.world.world",
     "init": "mpidp.world.start",

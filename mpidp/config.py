@@ -138,6 +138,8 @@ class TrainSection:
     """Largest norm of the averaged gradient; 0 for no clipping."""
     micro_batch: int = 0
     """Largest number of samples a rank computes at once, gradients accumulated; 0 for its whole share."""
+    sync_batch_norm: bool = False
+    """Batch norm over the whole global batch instead of each rank's share of it; the model then needs such layers."""
     dtype: Literal["float32", "float64"] = "float32"
     """Dtype of parameters and floating-point inputs."""
     threads: int = 0

@@ -35,6 +35,11 @@ def validate(config: RunConfig) -> None:
         faults.append("data.validation and data.validation_fraction are both set; set one of them.")
     if config.reduce.error_feedback and config.reduce.wire == "full":
         faults.append("reduce.error_feedback is true, but reduce.wire is full, which loses nothing; set bf16 or fp16.")
+    if config.train.sync_batch_norm and config.train.micro_batch:
+        faults.append(
+            "train.sync_batch_norm is true, but train.micro_batch is set: batch norm would be over micro batches, of "
+            "which ranks may have different numbers; set one of them."
+        )
     if faults:
         raise ConfigError("\n  ".join(faults))
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from mpidp.train.sync_batch_norm import SyncBatchNorm
 from mpidp.world.world import World
 
 # All batch norms derive from it; instance norm has running statistics only when asked.
@@ -16,11 +17,12 @@ def combine_statistics(module: nn.Module, world: World, num_samples: int) -> Non
     means weighted by samples; the combined variance adds the variance of the means to the mean of the variances.
 
     Args:
-        module: the model; without batch norm nothing happens (and nothing is communicated).
+        module: the model; without batch norm, or with SyncBatchNorm only, nothing happens or is communicated.
         world: the ranks.
         num_samples: samples this rank has trained on since the last call.
     """
     layers = [m for m in module.modules() if isinstance(m, _Normalisation) and m.running_mean is not None]
+    layers = [m for m in layers if not isinstance(m, SyncBatchNorm)]  # those have the statistics of all ranks
     if not layers or world.size == 1:
         return
     means, variances = (

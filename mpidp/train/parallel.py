@@ -19,8 +19,10 @@ from mpidp.reduce.options import ReducerOptions
 from mpidp.reduce.reducer import Reducer
 from mpidp.reduce.reduction import Reduction
 from mpidp.train.backward import BackwardWatch
-from mpidp.train.broadcast import broadcast_module
+from mpidp.train.broadcast import broadcast_module, broadcast_tensor
 from mpidp.train.signature import check_same, check_supported, module_signature
+from mpidp.train.sync_batch_norm import sync_groups, sync_layers
+from mpidp.train.sync_group import FAILED, FORWARD, REDUCTION, SyncGroup
 from mpidp.world import tolerance
 from mpidp.world.abort import SHARED_MARK
 from mpidp.world.status import BETWEEN, status
@@ -42,7 +44,8 @@ class DataParallel(nn.Module):
     `backward()` returns outside `no_sync()`, every `p.grad` is the mean over ranks, and clipping, GradScaler and any
     optimizer work as on one GPU. Parameters that no rank used keep `grad is None`; those used on some ranks only are
     zero on the others, which must use at least one parameter of the module (their `backward()` is how they take part).
-    `forward` communicates nothing, but for the first one that trains parameters which were frozen before.
+    `forward` communicates nothing, but for the first one that trains parameters which were frozen before, and for
+    layers of `SyncBatchNorm` in training: then all ranks must call it equally often before each reduction.
 
     An exception out of `backward()` may be caught, and training go on, only if all ranks met it in the same step.
 
@@ -104,6 +107,8 @@ class DataParallel(nn.Module):
         self._reduces: bool = True
         self._former: Reduction | None = None
         self._pending: bool = False  # gradients were accumulated that are not the mean yet
+        self._sync_layers = sync_layers(module)
+        self._is_in_pass: bool = False  # between a forward with such layers and the end of its backward
         self._start()
         self._step_hook = register_optimizer_step_pre_hook(_StepHook(self))
         self._stepped_hook = register_optimizer_step_post_hook(_SteppedHook(self))
@@ -114,6 +119,9 @@ class DataParallel(nn.Module):
             status.enter("forward")
         if self.training and torch.is_grad_enabled() and any(p.requires_grad for p in self._frozen):
             self._restart()
+        if (group := self._sync_group()) is not None:
+            group.meet(FORWARD)
+            self._is_in_pass = torch.is_grad_enabled()
         output = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
             self._watch.watch_output(output)
@@ -138,6 +146,8 @@ class DataParallel(nn.Module):
         """Makes accumulated gradients the mean over ranks now. Collective. Does nothing when they already are."""
         if self._pending:
             self._pending = False
+            if (group := self._sync_group()) is not None:
+                group.meet(REDUCTION)
             self._reduction.finish()
 
     def fail(self, error: Exception) -> NoReturn:
@@ -145,8 +155,15 @@ class DataParallel(nn.Module):
 
         The other ranks, which call `backward()` for this step, raise the same there. Nothing has changed the model
         then: whoever catches it on all ranks may go on, or save.
+
+        With layers of `SyncBatchNorm` they raise it when they call the model. Once this rank has called it itself, they
+        may be in any of its layers: then the error is raised here alone, which ends the job unless it is caught.
         """
         self._pending = False
+        if (group := self._sync_group()) is not None:
+            if self._is_in_pass:
+                raise error
+            group.meet(FAILED, error)
         self._reduction.finish(error)
         raise AssertionError("an error was shared and not raised") from error
 
@@ -194,7 +211,12 @@ class DataParallel(nn.Module):
         self._former = self._reduction
         for parameter in self.module.parameters():
             parameter.grad = None
-        self._pending, self._reduces = False, True
+        self._pending, self._reduces, self._is_in_pass = False, True, False
+        for group in sync_groups(self._sync_layers):
+            group.rebuild()
+        for layer in self._sync_layers:  # of the step that was broken off some ranks have learnt, some not
+            for buffer in layer.buffers():
+                broadcast_tensor(buffer, self.world)
         self._own_topology = self._make_own_topology() if self.overlap else None
         self._reducing_world = replace(self.world, topology=self._own_topology) if self._own_topology else self.world
         self._start()
@@ -255,12 +277,13 @@ class DataParallel(nn.Module):
 
     def on_end(self) -> None:
         """Called by autograd's hooks: a backward pass is over."""
-        self._pending = True
+        self._pending, self._is_in_pass = True, False
         if self._reduces:
             self.synchronize()
 
     def on_failure(self) -> None:
         """Called when a backward pass raised: whoever catches that must find a wrapper at rest."""
+        self._is_in_pass = False
         self._reduction.give_up()
 
     def _start(self) -> None:
@@ -279,6 +302,11 @@ class DataParallel(nn.Module):
             self._reducing_world, trainable, reducer, self._bucket_bytes, self.overlap, self._check_finite
         )
         self._watch = BackwardWatch(self._reduction.buckets.parameters, self, tell_ready=self.overlap)
+
+    def _sync_group(self) -> SyncGroup | None:
+        """Whom layers of the module will communicate with in the next forward; None if they will not."""
+        groups = (layer.group for layer in self._sync_layers if layer.training)
+        return next((group for group in groups if group is not None and group.size > 1), None)
 
     def _layout(self) -> str:
         """All that decides how many elements each rank rounds for the wire, in words."""

@@ -32,6 +32,7 @@ from mpidp.train.stop import StopSignal
 from mpidp.train.summary import describe_epoch, describe_start, describe_stop, summarise
 from mpidp.train.survivor import Survivor
 from mpidp.train.survivors import Part, Survivors
+from mpidp.train.sync_batch_norm import SyncBatchNorm, sync_layers
 from mpidp.train.trace import Trace
 from mpidp.world.cores import warn_of_cores
 from mpidp.world.start import init
@@ -78,6 +79,8 @@ class Trainer:
             module = build_model(config).to(world.device)
             self.loss = build_loss(config.loss)
             self.on_end = build_on_end(config)
+        if config.train.sync_batch_norm and not sync_layers(SyncBatchNorm.convert(module, world)):
+            world.say("train.sync_batch_norm is true, but the model has no batch norm layer")
         self.model = wrap(module, world, config.reduce, resume)
         with world.together("building the optimizer"):
             plain = build_optimizer(config.optimizer, self.model)
@@ -145,7 +148,7 @@ class Trainer:
         """What comes after the last step. Collective."""
         self.stop.close()
         self._combine_statistics()
-        module = self.model.unwrap()
+        module = SyncBatchNorm.revert(self.model.unwrap())
         if self.world.rank == 0 and self.on_end:
             with self.world.status.during("train.on_end", is_long=True):
                 self.on_end(module, self.config)  # on one rank: a plain module, whose backward reduces nothing

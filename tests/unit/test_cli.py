@@ -38,7 +38,7 @@ TRAIN_OPTIONS = """
 --data.transform --data.sample_transform
 --model.name --loss.name --optimizer.name --optimizer.lr --optimizer.sharded --scheduler.name
 --train.epochs --train.fault_tolerance --train.min_ranks
---train.clip_norm --train.micro_batch --train.dtype --train.threads --train.on_end
+--train.clip_norm --train.micro_batch --train.sync_batch_norm --train.dtype --train.threads --train.on_end
 --reduce.reducer --reduce.bucket_bytes --reduce.piece_bytes --reduce.wire --reduce.error_feedback --reduce.check_finite
 --reduce.overlap
 --checkpoint.background --checkpoint.every_epochs --checkpoint.every_steps --checkpoint.keep --checkpoint.on_failure
@@ -129,6 +129,7 @@ def test_public_names() -> None:
         "ShardedOptimizer",
         "StopSignal",
         "Survivors",
+        "SyncBatchNorm",
         "Trace",
         "World",
         "__version__",

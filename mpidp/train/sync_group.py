@@ -1,0 +1,119 @@
+"""Numbers of the batch norm layers of one rank in, their sums over ranks out; and errors instead of endless waits.
+
+Layers wait for each other in forward and in backward. So a rank that goes another way than the others would never
+be met: every message says which layer sends it, and the wrapper has the ranks meet before each forward pass and
+each reduction of gradients.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mpidp.errors import MismatchError
+from mpidp.train.moments import Moments, mean_of_sums
+from mpidp.world.abort import SHARED_MARK
+from mpidp.world.mpi import MPI
+from mpidp.world.scalar import reduced
+from mpidp.world.shared_error import share_error
+from mpidp.world.status import status
+from mpidp.world.world import World
+
+FORWARD, REDUCTION, FAILED = 1, 2, 4
+
+
+class SyncGroup:
+    """The ranks that the synchronised layers of a model compute with. Construction is collective.
+
+    It has a communicator of its own: gradients may be reduced by a helper thread while backward is inside a layer. On
+    a GPU backward runs in autograd's thread while the training thread waits, which `mpidp.init` has checked that MPI
+    takes. The communicator is never given back, as copies of the model may use it as well.
+
+    Args:
+        world: the ranks.
+        names: of the layers, for messages; a layer is known by its place here.
+    """
+
+    def __init__(self, world: World, names: Sequence[str]):
+        self._world = world
+        self._names = tuple(names)
+        self.rebuild()
+
+    @property
+    def size(self) -> int:
+        """Number of ranks; with 1 there is nothing to communicate."""
+        return self._world.size
+
+    def rebuild(self) -> None:
+        """Goes on with the ranks that the world has now, after it lost some. Collective."""
+        self._comm = self._world.comm.Dup() if self._world.size > 1 else None
+
+    def __deepcopy__(self, memo: object) -> "SyncGroup":
+        return self  # a copy of the model talks to the same ranks
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()  # other processes know nothing of these ranks
+
+    def combine(self, own: Moments, layer: int) -> Moments:
+        """The moments of the values of all ranks, the same bits on all. Collective."""
+        count, mean = mean_of_sums(self.sum(own.sums(), layer))
+        return Moments(count, mean, self.sum(own.deviations_from(mean), layer))
+
+    def sum(self, numbers: Tensor, layer: int, backward: bool = False) -> Tensor:
+        """The sums over ranks of float64 numbers in host memory. Collective, in one order of layers.
+
+        They are so few that one way for all devices is best: what copying them to the host costs is little beside
+        the wait for the slowest rank, and every MPI library can sum them there.
+
+        Raises:
+            MismatchError: on all ranks, when some sum for another layer.
+        """
+        assert self._comm is not None
+        tag = 2 * layer + backward
+        message = torch.cat([numbers, torch.tensor([tag, tag * tag], dtype=torch.float64)])
+        self._comm.Allreduce(MPI.IN_PLACE, message.numpy(), op=MPI.SUM)
+        # Mean and mean square of the tags are equal to this rank's on all ranks only if all tags are the same.
+        if message[-2:].tolist() != [self.size * tag, self.size * tag * tag]:
+            self._raise_for_all(
+                f"{'backward' if backward else 'forward'} of batch norm layer {self._names[layer]}",
+                "With SyncBatchNorm all ranks must run the same layers in the same order.",
+            )
+        return message[:-2]
+
+    def meet(self, what: int, error: Exception | None = None) -> None:
+        """Returns when all ranks are about to do the same, FORWARD or REDUCTION. Collective.
+
+        Args:
+            what: FORWARD, REDUCTION, or FAILED where this rank can do neither.
+            error: why.
+
+        Raises:
+            Exception: on all ranks, the error of the lowest rank that has one.
+            MismatchError: on all ranks, when some run the model once more and others do not.
+        """
+        assert self._comm is not None
+        found = reduced(self._comm, what, MPI.BOR)
+        if found & FAILED:
+            world = self._world
+            note = f"on rank {world.rank} of {world.size} ({world.host}), after step {status.step:,}"
+            share_error(self._comm, error, note)
+        if found != what:
+            self._raise_for_all(
+                "a forward pass" if what == FORWARD else "the reduction of gradients",
+                "With SyncBatchNorm every rank must run the model equally often in a step; "
+                "Batch.micro_batches may give one rank more slices than another.",
+            )
+
+    def _raise_for_all(self, mine: str, advice: str) -> None:
+        """Says what each rank is at; collective, and all ranks know that they differ."""
+        assert self._comm is not None
+        everyones: list[str] = self._comm.allgather(mine)
+        ranks = {what: [rank for rank, one in enumerate(everyones) if one == what] for what in dict.fromkeys(everyones)}
+        told = "; ".join(f"{_ranks(numbers)} came to {what}" for what, numbers in ranks.items())
+        error = MismatchError(f"after step {status.step:,} ranks went different ways: {told}. {advice}")
+        setattr(error, SHARED_MARK, True)
+        raise error
+
+
+def _ranks(numbers: list[int]) -> str:
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
