@@ -80,3 +80,43 @@ def test_status_says_step_and_phase(world: mpidp.World) -> None:
     assert seen == ["forward", "backward"] * 3
     assert world.status.step == steps + 3
     model.unwrap()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_layers_that_wait_for_each_other(world: mpidp.World, overlap: bool) -> None:
+    """Behaviours 18 and 30: nobody waits in a layer for the rank without a batch; training may go on."""
+    module = mpidp.SyncBatchNorm.convert(torch.nn.Sequential(small_model(), torch.nn.BatchNorm1d(3).double()), world)
+    model = mpidp.DataParallel(module, world, reducer="flat", bucket_bytes=100, overlap=overlap)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guilty = world.size - 1
+
+    def train(numbers: Iterator[int]) -> int:
+        steps = 0
+        for number in model.batches(numbers):
+            x, y = (share(world, part) for part in batch(number))
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+        return steps
+
+    with pytest.raises(DataError, match="cannot read chunk 7") as caught:
+        train(failing(world, 3, guilty))
+    assert f"on rank {guilty} of {world.size} ({world.host})" in "".join(caught.value.__notes__)
+    assert train(iter(range(4))) == 4
+    assert same_bits(world, model.state_dict().values())
+    model.unwrap()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_failure_inside_such_a_step_is_ones_own(world: mpidp.World) -> None:
+    """Behaviour 18: the others may be in any layer, so it waits for nobody before it raises."""
+    module = mpidp.SyncBatchNorm.convert(torch.nn.Sequential(small_model(), torch.nn.BatchNorm1d(3).double()), world)
+    model = mpidp.DataParallel(module, world, reducer="flat")
+    x, _ = (share(world, part) for part in batch(0))
+    output = model(x)
+    if world.rank == 0:
+        with pytest.raises(DataError, match="no target"):
+            model.fail(DataError("no target"))
+    output.sum().backward()
+    model.unwrap()
