@@ -19,7 +19,7 @@ from mpidp.reduce.options import ReducerOptions
 from mpidp.reduce.reducer import Reducer
 from mpidp.reduce.reduction import Reduction
 from mpidp.train.backward import BackwardWatch
-from mpidp.train.broadcast import broadcast_module, broadcast_tensor
+from mpidp.train.broadcast import broadcast_module
 from mpidp.train.signature import check_same, check_supported, module_signature
 from mpidp.train.sync_batch_norm import sync_groups, sync_layers
 from mpidp.train.sync_group import FAILED, FORWARD, REDUCTION, SyncGroup
@@ -108,6 +108,7 @@ class DataParallel(nn.Module):
         self._former: Reduction | None = None
         self._pending: bool = False  # gradients were accumulated that are not the mean yet
         self._sync_layers = sync_layers(module)
+        self._statistics: list[Tensor] | None = None  # of these layers before the step that is not over yet
         self._is_in_pass: bool = False  # between a forward with such layers and the end of its backward
         self._start()
         self._step_hook = register_optimizer_step_pre_hook(_StepHook(self))
@@ -122,6 +123,8 @@ class DataParallel(nn.Module):
         if (group := self._sync_group()) is not None:
             group.meet(FORWARD)
             self._is_in_pass = torch.is_grad_enabled()
+            if tolerance.is_on() and self._statistics is None:
+                self._statistics = [buffer.clone() for buffer in self._sync_buffers()]
         output = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
             self._watch.watch_output(output)
@@ -203,7 +206,8 @@ class DataParallel(nn.Module):
         """Reduces over those that are left, after `world` lost ranks. Collective.
 
         Gradients are dropped, as those of the step that was broken off are means of some ranks only. So are the
-        rounding errors of a 16-bit wire: they belong to another number of ranks.
+        rounding errors of a 16-bit wire: they belong to another number of ranks. Layers of SyncBatchNorm get back
+        the running statistics of the last step that was taken.
         """
         self._watch.remove()
         self._reduction.abandon()
@@ -214,9 +218,10 @@ class DataParallel(nn.Module):
         self._pending, self._reduces, self._is_in_pass = False, True, False
         for group in sync_groups(self._sync_layers):
             group.rebuild()
-        for layer in self._sync_layers:  # of the step that was broken off some ranks have learnt, some not
-            for buffer in layer.buffers():
-                broadcast_tensor(buffer, self.world)
+        # Some ranks have learnt of the step that was broken off, and all will once more.
+        for buffer, before in zip(self._sync_buffers(), self._statistics or (), strict=False):
+            buffer.copy_(before)
+        self._statistics = None
         self._own_topology = self._make_own_topology() if self.overlap else None
         self._reducing_world = replace(self.world, topology=self._own_topology) if self._own_topology else self.world
         self._start()
@@ -308,6 +313,9 @@ class DataParallel(nn.Module):
         groups = (layer.group for layer in self._sync_layers if layer.training)
         return next((group for group in groups if group is not None and group.size > 1), None)
 
+    def _sync_buffers(self) -> list[Tensor]:
+        return [buffer for layer in self._sync_layers for buffer in layer.buffers()]
+
     def _layout(self) -> str:
         """All that decides how many elements each rank rounds for the wire, in words."""
         world, buckets = self.world, self.buckets.buckets
@@ -363,3 +371,5 @@ class _SteppedHook:
         if any(first is parameter for parameter in optimizer.param_groups[0]["params"][:1]):
             status.step += 1
             status.enter(BETWEEN)
+            assert parallel is not None
+            parallel._statistics = None
