@@ -1,15 +1,15 @@
 """Activations of one rank in, the same normalised over the samples of all ranks out; also for uneven and no samples."""
 
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.nn import functional as F  # noqa: N812  # the name every PyTorch program gives it
 
 from mpidp.errors import MpidpError
-from mpidp.train.moments import Moments, moments_of, reduced_dimensions, widened
+from mpidp.train.moments import Moments, moments_of, widened
+from mpidp.train.normalise import Normalise
 from mpidp.train.signature import check_same
 from mpidp.train.sync_group import SyncGroup
 from mpidp.world.abort import SHARED_MARK
@@ -32,11 +32,16 @@ class SyncBatchNorm(_BatchNorm):
 
     Input: (samples, channels, ...) with 0 to 3 dimensions more; float64, float32, or 16 bits, in which statistics are
     taken in float32. Second derivatives are not there.
+
+    Attributes:
+        group: the ranks; None for a layer that was made by hand or read from a file, until `convert` sees it.
+        number: the layer's place among those of the group.
+        former: the class that it had before.
     """
 
     group: SyncGroup | None = None
     number = 0
-    former: type[_BatchNorm] = nn.SyncBatchNorm  # takes the same inputs, and is plain without torch.distributed
+    former: type[_BatchNorm] = nn.SyncBatchNorm  # of one made by hand: without torch.distributed it is plain
 
     @staticmethod
     def convert(module: M, world: World) -> M:
@@ -92,10 +97,10 @@ class SyncBatchNorm(_BatchNorm):
             setattr(error, SHARED_MARK, True)
             raise error
         self._update_statistics(moments)
-        dtype = widened(input[:0]).dtype
-        mean, variance = moments.mean, moments.deviations / max(1, moments.count)
-        mean, variance = torch.stack([mean, variance]).to(input.device, dtype)
-        output: Tensor = _Normalise.apply(input, self.weight, self.bias, mean, variance, moments.count, self)  # type: ignore[no-untyped-call]
+        mean, variance = _at(input, moments)
+        sum_over_ranks = partial(self.group.sum, layer=self.number, backward=True)
+        arguments = (input, self.weight, self.bias, mean, variance, self.eps, moments.count, sum_over_ranks)
+        output: Tensor = Normalise.apply(*arguments)  # type: ignore[no-untyped-call]
         return output
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -118,59 +123,10 @@ class SyncBatchNorm(_BatchNorm):
                 running.mul_(1 - (factor or 0)).add_(new.to(running), alpha=factor or 0)
 
 
-class _Normalise(torch.autograd.Function):
-    """Normalises by given statistics, which are a function of the inputs of all ranks: backward adds their part."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor,
-        variance: Tensor,
-        count: int,
-        layer: SyncBatchNorm,
-    ) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(input, weight, mean, variance)
-        ctx.count, ctx.layer = count, layer
-        # torch's kernels want 16-bit inputs with parameters and statistics of one dtype, and statistics are float32.
-        if input.dtype != mean.dtype and weight is not None and bias is not None:
-            weight, bias = widened(weight), widened(bias)
-        return F.batch_norm(input, mean, variance, weight, bias, False, 0.0, layer.eps)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The gradient of the sum over ranks of what each rank calls backward on.
-
-        DataParallel divides that sum by the number of ranks. The statistics depend on every input, so an input's
-        gradient has means over the outputs of all ranks in it. Weight and bias get the part of this rank's outputs;
-        DataParallel adds the others'. No gradient (None) is that of a rank whose loss is a mean over nothing: it
-        adds nothing, but its samples, if it has any, moved the others' outputs.
-        """
-        input, weight, mean, variance = ctx.saved_tensors  # on every rank: recomputed here under checkpointing
-        shape = [1, -1] + [1] * (input.dim() - 2)
-        inverse = (variance + ctx.layer.eps).rsqrt()
-        normal = (widened(input) - mean.view(shape)).mul_(inverse.view(shape))
-        sums = mean.new_zeros(2, len(mean))
-        if gradient is not None:
-            gradient = widened(gradient)
-            dimensions = reduced_dimensions(input)
-            sums = torch.stack([gradient.sum(dimensions), (gradient * normal).sum(dimensions)])
-        of_input = None
-        if ctx.needs_input_grad[0]:
-            means = ctx.layer.group.sum(sums.double().cpu().flatten(), ctx.layer.number, backward=True).view(2, -1)
-            means = (means / max(1, ctx.count)).to(sums)
-            if gradient is not None or len(input):
-                scale = inverse if weight is None else inverse * widened(weight)
-                normal.mul_(-means[1].view(shape)).sub_(means[0].view(shape))
-                if gradient is not None:
-                    normal.add_(gradient)
-                of_input = normal.mul_(scale.view(shape)).to(input.dtype)
-        of_bias, of_weight = (None, None) if gradient is None or weight is None else sums.to(weight.dtype)
-        return of_input, of_weight, of_bias, None, None, None, None
+def _at(input: Tensor, moments: Moments) -> Tensor:
+    """Mean and biased variance, shape (2, channels), where the input is, in the dtype that it is computed with."""
+    both = torch.stack([moments.mean, moments.deviations / max(1, moments.count)])
+    return both.to(input.device, widened(input[:0]).dtype)
 
 
 def sync_layers(module: nn.Module) -> list[SyncBatchNorm]:
