@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from mpidp.hdf5.batches.batch import Batch
     from mpidp.hdf5.decode.field import FieldSpec
     from mpidp.hdf5.loader import HDF5Loader
+    from mpidp.train.batch_norm.sync import SyncBatchNorm
     from mpidp.train.parallel import DataParallel
     from mpidp.train.replicas import ReplicaCheck
     from mpidp.train.sharding.optimizer import ShardedOptimizer
     from mpidp.train.stop import StopSignal
     from mpidp.train.survivors import Survivors
-    from mpidp.train.sync_batch_norm import SyncBatchNorm
     from mpidp.train.trace import Trace
     from mpidp.world.start import init
     from mpidp.world.world import World
@@ -49,7 +49,7 @@ _HOMES = {
     "ShardedOptimizer": "mpidp.train.sharding.optimizer",
     "StopSignal": "mpidp.train.stop",
     "Survivors": "mpidp.train.survivors",
-    "SyncBatchNorm": "mpidp.train.sync_batch_norm",
+    "SyncBatchNorm": "mpidp.train.batch_norm.sync",
     "Trace": "mpidp.train.trace",
     "World": "mpidp.world.world",
     "init": "mpidp.world.start",

@@ -1,6 +1,5 @@
 """A model in, the same model out whose gradients are the mean over all ranks whenever `backward()` returns."""
 
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -8,7 +7,6 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import mpidp
 from mpidp.errors import LaunchError
@@ -19,10 +17,10 @@ from mpidp.reduce.options import ReducerOptions
 from mpidp.reduce.reducer import Reducer
 from mpidp.reduce.reduction import Reduction
 from mpidp.train.backward import BackwardWatch
+from mpidp.train.batch_norm.lockstep import Lockstep
 from mpidp.train.broadcast import broadcast_module
 from mpidp.train.signature import check_same, check_supported, module_signature
-from mpidp.train.sync_batch_norm import sync_groups, sync_layers
-from mpidp.train.sync_group import FAILED, FORWARD, REDUCTION, SyncGroup
+from mpidp.train.step_watch import StepWatch
 from mpidp.world import tolerance
 from mpidp.world.abort import SHARED_MARK
 from mpidp.world.status import BETWEEN, status
@@ -107,12 +105,10 @@ class DataParallel(nn.Module):
         self._reduces: bool = True
         self._former: Reduction | None = None
         self._pending: bool = False  # gradients were accumulated that are not the mean yet
-        self._sync_layers = sync_layers(module)
-        self._statistics: list[Tensor] | None = None  # of these layers before the step that is not over yet
-        self._is_in_pass: bool = False  # between a forward with such layers and the end of its backward
+        self._lockstep = Lockstep(module)
+        self._buffers_before: list[Tensor] | None = None  # the step that is not over yet, where it may be broken off
         self._start()
-        self._step_hook = register_optimizer_step_pre_hook(_StepHook(self))
-        self._stepped_hook = register_optimizer_step_post_hook(_SteppedHook(self))
+        self._step_watch = StepWatch(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
@@ -120,11 +116,9 @@ class DataParallel(nn.Module):
             status.enter("forward")
         if self.training and torch.is_grad_enabled() and any(p.requires_grad for p in self._frozen):
             self._restart()
-        if (group := self._sync_group()) is not None:
-            group.meet(FORWARD)
-            self._is_in_pass = torch.is_grad_enabled()
-            if tolerance.is_on() and self._statistics is None:
-                self._statistics = [buffer.clone() for buffer in self._sync_buffers()]
+        self._lockstep.before_forward()
+        if tolerance.is_on() and self.training and self._buffers_before is None:
+            self._buffers_before = [buffer.clone() for buffer in self.module.buffers()]
         output = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
             self._watch.watch_output(output)
@@ -149,8 +143,7 @@ class DataParallel(nn.Module):
         """Makes accumulated gradients the mean over ranks now. Collective. Does nothing when they already are."""
         if self._pending:
             self._pending = False
-            if (group := self._sync_group()) is not None:
-                group.meet(REDUCTION)
+            self._lockstep.before_reduction()
             self._reduction.finish()
 
     def fail(self, error: Exception) -> NoReturn:
@@ -163,10 +156,7 @@ class DataParallel(nn.Module):
         may be in any of its layers: then the error is raised here alone, which ends the job unless it is caught.
         """
         self._pending = False
-        if (group := self._sync_group()) is not None:
-            if self._is_in_pass:
-                raise error
-            group.meet(FAILED, error)
+        self._lockstep.fail(error)
         self._reduction.finish(error)
         raise AssertionError("an error was shared and not raised") from error
 
@@ -195,8 +185,7 @@ class DataParallel(nn.Module):
 
     def unwrap(self) -> nn.Module:
         """Takes hooks and buffers away and returns the module, clean, with its gradients its own. Collective."""
-        self._step_hook.remove()
-        self._stepped_hook.remove()
+        self._step_watch.remove()
         self._stop()
         if self._own_topology and not tolerance.is_on():  # it may have ranks that died
             self._own_topology.free()
@@ -206,8 +195,8 @@ class DataParallel(nn.Module):
         """Reduces over those that are left, after `world` lost ranks. Collective.
 
         Gradients are dropped, as those of the step that was broken off are means of some ranks only. So are the
-        rounding errors of a 16-bit wire: they belong to another number of ranks. Layers of SyncBatchNorm get back
-        the running statistics of the last step that was taken.
+        rounding errors of a 16-bit wire: they belong to another number of ranks. Buffers, such as running statistics,
+        are again what they were at the end of the last step that was taken.
         """
         self._watch.remove()
         self._reduction.abandon()
@@ -215,13 +204,13 @@ class DataParallel(nn.Module):
         self._former = self._reduction
         for parameter in self.module.parameters():
             parameter.grad = None
-        self._pending, self._reduces, self._is_in_pass = False, True, False
-        for group in sync_groups(self._sync_layers):
-            group.rebuild()
+        self._pending, self._reduces = False, True
+        self._lockstep.rebuild()
         # Some ranks have learnt of the step that was broken off, and all will once more.
-        for buffer, before in zip(self._sync_buffers(), self._statistics or (), strict=False):
-            buffer.copy_(before)
-        self._statistics = None
+        if self._buffers_before is not None:
+            for buffer, before in zip(self.module.buffers(), self._buffers_before, strict=True):
+                buffer.copy_(before)
+        self._buffers_before = None
         self._own_topology = self._make_own_topology() if self.overlap else None
         self._reducing_world = replace(self.world, topology=self._own_topology) if self._own_topology else self.world
         self._start()
@@ -282,14 +271,31 @@ class DataParallel(nn.Module):
 
     def on_end(self) -> None:
         """Called by autograd's hooks: a backward pass is over."""
-        self._pending, self._is_in_pass = True, False
+        self._pending = True
+        self._lockstep.after_backward()
         if self._reduces:
             self.synchronize()
 
     def on_failure(self) -> None:
         """Called when a backward pass raised: whoever catches that must find a wrapper at rest."""
-        self._is_in_pass = False
+        self._lockstep.after_backward()
         self._reduction.give_up()
+
+    def on_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called before an optimizer steps: reduces what was accumulated but not reduced, if it holds any of it."""
+        if not self._pending:
+            return
+        ours = {id(parameter) for parameter in self.buckets.parameters}
+        if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
+            self.synchronize()
+
+    def on_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called after an optimizer stepped: a step is over when the one that holds the first parameter did so."""
+        first = next((parameter for parameter in self.module.parameters() if parameter.requires_grad), None)
+        if any(parameter is first for group in optimizer.param_groups for parameter in group["params"]):
+            status.step += 1
+            status.enter(BETWEEN)
+            self._buffers_before = None
 
     def _start(self) -> None:
         """Makes buckets of the trainable parameters and watches them. Collective."""
@@ -307,14 +313,6 @@ class DataParallel(nn.Module):
             self._reducing_world, trainable, reducer, self._bucket_bytes, self.overlap, self._check_finite
         )
         self._watch = BackwardWatch(self._reduction.buckets.parameters, self, tell_ready=self.overlap)
-
-    def _sync_group(self) -> SyncGroup | None:
-        """Whom layers of the module will communicate with in the next forward; None if they will not."""
-        groups = (layer.group for layer in self._sync_layers if layer.training)
-        return next((group for group in groups if group is not None and group.size > 1), None)
-
-    def _sync_buffers(self) -> list[Tensor]:
-        return [buffer for layer in self._sync_layers for buffer in layer.buffers()]
 
     def _layout(self) -> str:
         """All that decides how many elements each rank rounds for the wire, in words."""
@@ -341,35 +339,3 @@ class DataParallel(nn.Module):
         check_same(self.world, module_signature(self.module), "the models (after a change of requires_grad)")
         self._stop()
         self._start()
-
-
-class _StepHook:
-    """Reduces what was accumulated but not reduced, before any optimizer that holds such parameters steps."""
-
-    def __init__(self, parallel: DataParallel):
-        # torch keeps this hook for ever; it must not keep the model.
-        self._parallel = weakref.ref(parallel)
-
-    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        parallel = self._parallel()
-        if parallel is None or not parallel._pending:
-            return
-        ours = {id(parameter) for parameter in parallel.buckets.parameters}
-        if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
-            parallel.synchronize()
-
-
-class _SteppedHook:
-    """Counts the steps of optimizers that hold the wrapper's first parameter, for what is said of this rank."""
-
-    def __init__(self, parallel: DataParallel):
-        self._parallel = weakref.ref(parallel)
-
-    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        parallel = self._parallel()
-        first = next(iter(parallel.module.parameters())) if parallel is not None else None
-        if any(first is parameter for parameter in optimizer.param_groups[0]["params"][:1]):
-            status.step += 1
-            status.enter(BETWEEN)
-            assert parallel is not None
-            parallel._statistics = None

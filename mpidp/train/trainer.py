@@ -13,7 +13,8 @@ from mpidp.config import RunConfig, to_toml
 from mpidp.hdf5.batches.batch import Batch
 from mpidp.hdf5.loader import HDF5Loader
 from mpidp.train import rng
-from mpidp.train.batch_norm import combine_statistics
+from mpidp.train.batch_norm.statistics import combine_statistics
+from mpidp.train.batch_norm.sync import SyncBatchNorm, sync_layers
 from mpidp.train.components import build_model, build_optimizer, build_scheduler
 from mpidp.train.data import build_loaders
 from mpidp.train.losses import build_loss
@@ -32,7 +33,6 @@ from mpidp.train.stop import StopSignal
 from mpidp.train.summary import describe_epoch, describe_start, describe_stop, summarise
 from mpidp.train.survivor import Survivor
 from mpidp.train.survivors import Part, Survivors
-from mpidp.train.sync_batch_norm import SyncBatchNorm, sync_layers
 from mpidp.train.trace import Trace
 from mpidp.world.cores import warn_of_cores
 from mpidp.world.start import init

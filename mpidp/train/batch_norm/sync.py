@@ -1,6 +1,5 @@
 """Activations of one rank in, the same normalised over the samples of all ranks out; also for uneven and no samples."""
 
-from collections.abc import Iterable
 from functools import partial
 from typing import TypeVar
 
@@ -8,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from mpidp.errors import MpidpError
-from mpidp.train.moments import Moments, moments_of, widened
-from mpidp.train.normalise import Normalise
+from mpidp.train.batch_norm.group import SyncGroup
+from mpidp.train.batch_norm.moments import Moments, moments_of, widened
+from mpidp.train.batch_norm.normalise import Normalise
 from mpidp.train.signature import check_same
-from mpidp.train.sync_group import SyncGroup
 from mpidp.world.abort import SHARED_MARK
 from mpidp.world.world import World
 
@@ -132,11 +131,6 @@ def _at(input: Tensor, moments: Moments) -> Tensor:
 def sync_layers(module: nn.Module) -> list[SyncBatchNorm]:
     """The synchronised layers of a module, each once."""
     return [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
-
-
-def sync_groups(layers: Iterable[SyncBatchNorm]) -> list[SyncGroup]:
-    """The groups that layers communicate in, each once."""
-    return list(dict.fromkeys(layer.group for layer in layers if layer.group is not None))
 
 
 _KNOWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, SyncBatchNorm)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from mpidp.train.sync_batch_norm import SyncBatchNorm
+from mpidp.train.batch_norm.sync import SyncBatchNorm
 from mpidp.world.world import World
 
 # All batch norms derive from it; instance norm has running statistics only when asked.

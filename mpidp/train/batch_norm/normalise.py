@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812  # the name every PyTorch program gives it
 
-from mpidp.train.moments import reduced_dimensions, widened
+from mpidp.train.batch_norm.moments import reduced_dimensions, widened
 
 
 class Normalise(torch.autograd.Function):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mpidp.errors import MismatchError
-from mpidp.train.moments import Moments, mean_of_sums
+from mpidp.train.batch_norm.moments import Moments, mean_of_sums
 from mpidp.world.abort import SHARED_MARK
 from mpidp.world.mpi import MPI
 from mpidp.world.scalar import reduced
