@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 import mpidp
-from mpidp.world.world import current
+from mpidp.world.start import current
 
 calls = 0
 
