@@ -33,6 +33,8 @@ def validate(config: RunConfig) -> None:
     ]
     if config.data.validation and config.data.validation_fraction:
         faults.append("data.validation and data.validation_fraction are both set; set one of them.")
+    if config.optimizer.sharded and config.reduce.reducer == "null":
+        faults.append("optimizer.sharded is true, but reduce.reducer is null: gradients must be equal on all ranks.")
     if config.reduce.error_feedback and config.reduce.wire == "full":
         faults.append("reduce.error_feedback is true, but reduce.wire is full, which loses nothing; set bf16 or fp16.")
     if config.train.sync_batch_norm and config.train.micro_batch:

@@ -45,6 +45,12 @@ def flat(tensor: Tensor) -> Tensor:
     return transposed.view(-1) if transposed.is_contiguous() else tensor.reshape(-1)
 
 
+def flat_like(tensor: Tensor, model: Tensor) -> Tensor:
+    """All elements in one dimension, in the order in which those of another tensor of its shape lie."""
+    alike = tensor.stride() == model.stride() or (tensor.is_contiguous() and model.is_contiguous())
+    return flat(tensor if alike else torch.empty_like(model, dtype=tensor.dtype, device=tensor.device).copy_(tensor))
+
+
 def cut(tensors: Sequence[Tensor], parts: int) -> list[list[Piece]]:
     """Pieces of all tensors in lists of about equally many bytes."""
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -13,8 +13,9 @@ from torch import Tensor
 from mpidp.errors import MismatchError
 from mpidp.train.bits import Piece, cut, replicated, sum_of_bits
 from mpidp.train.parallel import DataParallel
+from mpidp.train.sharding.optimizer import ShardedOptimizer
 from mpidp.train.signature import check_same
-from mpidp.train.strays import describe, find_strays, heal
+from mpidp.train.strays import MOST_NAMED, describe, describe_past, find_strays, heal
 from mpidp.world.equality import DelayedEquality
 from mpidp.world.shared_error import share_error
 
@@ -29,7 +30,9 @@ ACTIONS = ("stop", "heal")
 class ReplicaCheck:
     """Compares parameters and optimizer state over ranks. Construction is collective.
 
-    In a loop of your own, `check` is called after every step of the optimizer.
+    In a loop of your own, `check` is called once a step, before the optimizer steps or after. Before, where the
+    optimizer is a `ShardedOptimizer`: it gives all ranks the parameters of one, whatever the others have. Its state is
+    not compared, as each rank has another part.
 
     Args:
         model: the wrapped model.
@@ -60,6 +63,8 @@ class ReplicaCheck:
         self._step = 0
         self._parts: list[list[Piece]] = []
         self._sum: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._summed: list[Piece] = []
+        self._given: tuple[int, list[Piece]] = 0, []
 
     def check(self) -> None:
         """Compares what was summed up at the steps before, and sums up the next part. Collective; seldom waits.
@@ -71,15 +76,16 @@ class ReplicaCheck:
             return
         if self._equality.differ():
             self._look_closely()
-        elif self._sum is not None:
-            self._equality.give(_read(*self._sum))
+        else:
+            self._give()
         self._sum = None
         place = self._step % self.every_steps
-        if place == 0:
+        if place == 0 or self._step == 1:  # the first step makes the optimizer's state
             self._cut()
         part, before = (len(self._parts) * (place + shift) // self.every_steps for shift in (1, 0))
         if part > before and self._parts[before]:
-            self._sum = _read_later(sum_of_bits(self._parts[before]))
+            self._summed = self._parts[before]
+            self._sum = _read_later(sum_of_bits(self._summed))
         self._step += 1
 
     def close(self) -> None:
@@ -93,8 +99,8 @@ class ReplicaCheck:
         for _ in range(2):
             if self._equality.differ():
                 self._look_closely()
-            elif self._sum is not None:
-                self._equality.give(_read(*self._sum))
+            else:
+                self._give()
             self._sum = None
         self._equality.close()
         self._equality = None
@@ -105,6 +111,12 @@ class ReplicaCheck:
             self._equality.abandon()
             self._equality = DelayedEquality(self.world.comm) if self.world.size > 1 else None
         self._step, self._sum = 0, None
+
+    def _give(self) -> None:
+        """Sends what was summed up on its way. Collective."""
+        if self._sum is not None and self._equality is not None:
+            self._given = _read(*self._sum), self._summed
+            self._equality.give(self._given[0])
 
     def _tensors(self) -> dict[str, Tensor]:
         return replicated(list(self.model.named_parameters()), self.optimizer)
@@ -123,7 +135,7 @@ class ReplicaCheck:
         sums = [int(sum_of_bits([Piece(tensor, 0, tensor.numel())])) for tensor in tensors.values()]
         found = find_strays(list(tensors), self.world.comm.allgather(sums))
         if not found:
-            self.world.say("parameters differed between ranks a step ago, and do so no more")
+            self._look_back()
             return
         text = (
             f"{describe(found[0], tensors[found[0].name], self.world)} ({len(found)} of {len(tensors)} tensors differ)"
@@ -136,10 +148,34 @@ class ReplicaCheck:
         log.info("%s", text)
         self.world.say(text)
 
+    def _look_back(self) -> None:
+        """All is equal again: an optimizer in shards gives all ranks what one has, spoilt or not. Collective."""
+        value, pieces = self._given
+        found = find_strays(
+            [_names(pieces, self._tensors())], [[of_rank] for of_rank in self.world.comm.allgather(value)]
+        )
+        if not found or not isinstance(self.optimizer, ShardedOptimizer):
+            self.world.say("parameters differed between ranks a step ago, and do so no more")
+            return
+        strays = found[0]
+        is_spoilt = strays.root is None or any(self.optimizer.owns_any(rank, pieces) for rank in strays.ranks)
+        text = f"{describe_past(strays, self.world)}, before the last step of the optimizer"
+        if self.on_mismatch == "stop" or is_spoilt:
+            self._stop(f"{text}, which has given all ranks what one had")
+        self.world.say(f"{text}, which has given them what the others had. Training goes on (on_mismatch = heal).")
+
     def _stop(self, text: str) -> None:
         advice = "Look for faulty memory there, and continue from a checkpoint made before."
         error = MismatchError(f"{text}. {advice}")
         share_error(self.world.comm, error, "found by comparing parameters and optimizer state over ranks")
+
+
+def _names(pieces: list[Piece], tensors: dict[str, Tensor]) -> str:
+    """What pieces are of, in words."""
+    pointers = {piece.tensor.data_ptr() for piece in pieces}
+    names = [name for name, tensor in tensors.items() if tensor.data_ptr() in pointers]
+    some = ", ".join(names[:MOST_NAMED]) + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")
+    return f"one of {some}" if len(names) > 1 else some
 
 
 def _read_later(value: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

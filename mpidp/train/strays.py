@@ -46,10 +46,7 @@ def find_strays(names: Sequence[str], sums: Sequence[Sequence[int]]) -> list[Str
 
 def describe(strays: Strays, tensor: Tensor, world: World) -> str:
     """Who differs, and in what. Collective."""
-    hosts = world.comm.allgather(world.host)
-    who = ", ".join(f"{rank} ({hosts[rank]})" for rank in strays.ranks[:MOST_NAMED])
-    if len(strays.ranks) > MOST_NAMED:
-        who += f" and {len(strays.ranks) - MOST_NAMED} more"
+    who = _who(strays, world)
     if strays.root is None:
         return f"ranks {who} hold different values, and none of them a majority, first in {strays.name}"
     theirs = flat(tensor).clone()
@@ -60,10 +57,24 @@ def describe(strays: Strays, tensor: Tensor, world: World) -> str:
     return f"{verb.format(who)} other values than most ranks, first in {strays.name}: {first}"
 
 
+def describe_past(strays: Strays, world: World) -> str:
+    """Who differed, where that can be looked at no more. Collective."""
+    who = _who(strays, world)
+    if strays.root is None:
+        return f"ranks {who} held different values, and none of them a majority, in {strays.name}"
+    return f"{'ranks' if len(strays.ranks) > 1 else 'rank'} {who} held other values than most ranks, in {strays.name}"
+
+
 def heal(strays: Strays, tensor: Tensor, world: World) -> None:
     """Gives strays what the majority holds, bit for bit. Collective."""
     assert strays.root is not None
     broadcast_tensor(tensor, world, strays.root)
+
+
+def _who(strays: Strays, world: World) -> str:
+    hosts = world.comm.allgather(world.host)
+    who = ", ".join(f"{rank} ({hosts[rank]})" for rank in strays.ranks[:MOST_NAMED])
+    return who + (f" and {len(strays.ranks) - MOST_NAMED} more" if len(strays.ranks) > MOST_NAMED else "")
 
 
 def _compare(own: Tensor, theirs: Tensor) -> str:

@@ -194,6 +194,8 @@ class Trainer:
         self.saver.close()
         self.trace.close()
         self.replicas.close()
+        if isinstance(self.optimizer, ShardedOptimizer):
+            self.optimizer.close()
 
     def _check_saved(self) -> None:
         """Raises why the last checkpoint could not be written: a run that lost its end is no success."""
@@ -251,6 +253,7 @@ class Trainer:
                     part.weigh(loss).backward()  # type: ignore[no-untyped-call]
                 stopwatch.move("backward", "reduce", self.model.reduce_s - reduce_s)
             self.recorder.tally.add(loss, output, target, part.size)
+        self.replicas.check()  # before the step: an optimizer in shards gives all ranks what the owner has
         if self.survivors is not None:
             self.survivors.agree(self.loader)  # from here to the next collective all do the same, or are dead
         with stopwatch("optimizer"):
@@ -263,7 +266,6 @@ class Trainer:
         self.step += 1
         self.world.status.step = self.step
         self.samples_since_combined += batch.size
-        self.replicas.check()
 
     def _evaluate(self, epoch: int) -> None:
         """Mean loss and accuracy of the held-out samples, each counted once. Collective.

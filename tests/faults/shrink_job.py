@@ -1,6 +1,7 @@
 """A folder and words such as "1:reduce:5" come in; a training whose ranks die there, and what it did, go out.
 
-A word is the number of a rank at start, a point in a step, and how many steps that rank has taken by then.
+A word is the number of a rank at start, a point in a step, and how many steps that rank has taken by then; and the how
+many-eth time that it comes there, if not the first.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from jobs import Result, finish, launch, mpiexec
 STEPS_AN_EPOCH, EPOCHS, TRAINED = 6, 3, 160
 TIMEOUT_S = 120.0  # to start Python on more ranks than cores takes most of it
 POINTS = ("forward", "backward", "reduce", "agree", "optimizer", "after", "evaluate", "checkpoint", "shrink", "rebuild")
-# With shards of the optimizer's state: after the first of several messages, and after some ranks have dealt anew.
-SHARDED_POINTS = ("gather", "deal")
+# With shards of the optimizer's state: before a message of several, before dealing anew, when this rank has done so.
+SHARDED_POINTS = ("gather", "deal", "dealt")
 # The user's own code: the places to die are put into the package from here.
 MODULE = '''
 """Notes which rows were trained on and which steps were taken, and dies where KILLS says."""
 
+import collections
 import os
 import signal
 
@@ -40,6 +42,7 @@ import mpidp.reduce.flat
 import mpidp.train.saver
 import mpidp.train.sharding.channel
 import mpidp.train.sharding.optimizer
+import mpidp.train.sharding.shard
 import mpidp.train.survivors
 import mpidp.world.recovery
 from mpidp.world.start import current
@@ -47,10 +50,12 @@ from mpidp.world.start import current
 RANK = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0"))
 KILLS = [kill.split(":") for kill in os.environ.get("KILLS", "").split()]
 done = 0
+times = collections.Counter()
 
 
 def here(point):
-    if [RANK, point, str(done)] in KILLS:
+    times[point, done] += 1
+    if any(kill in KILLS for kill in ([RANK, point, str(done)], [RANK, point, str(done), str(times[point, done])])):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -63,12 +68,16 @@ with open(f"pid_{RANK}", "w") as file:
     print(os.getpid(), file=file)
 
 
-def dies_at(point, holder, name):
+def dies_at(point, holder, name, afterwards=False):
     call = getattr(holder, name)
 
     def wrapped(*args, **kwargs):
-        here(point)
-        return call(*args, **kwargs)
+        if not afterwards:
+            here(point)
+        result = call(*args, **kwargs)
+        if afterwards:
+            here(point)
+        return result
 
     setattr(holder, name, wrapped)
 
@@ -80,6 +89,7 @@ dies_at("shrink", mpidp.world.recovery.Recovery, "shrink")
 dies_at("rebuild", mpidp.world.recovery.Recovery, "_rebuild")
 dies_at("gather", mpidp.train.sharding.channel.Messages, "exchange")
 dies_at("deal", mpidp.train.sharding.optimizer, "collect")
+dies_at("dealt", mpidp.train.sharding.shard.Shard, "hold", afterwards=True)
 
 
 class Net(torch.nn.Module):

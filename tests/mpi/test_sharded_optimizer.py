@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,8 +12,11 @@ from mpi_helpers import batch, same_bits, share, small_model
 from torch import Tensor, nn
 
 import mpidp
-from mpidp.errors import MismatchError, MpidpError
+from mpidp.errors import LaunchError, MismatchError, MpidpError
+from mpidp.train.replicas import ReplicaCheck
+from mpidp.train.sharding import optimizer as optimizer_module
 from mpidp.train.sharding.channel import Messages, make_channel
+from mpidp.train.sharding.collect import collect
 from mpidp.train.sharding.gather import Gather
 from mpidp.train.sharding.keep import own_state, restore, shared_state
 from mpidp.train.sharding.layout import Run, shards
@@ -278,6 +283,116 @@ def test_dealing_anew_keeps_the_state(world: mpidp.World) -> None:
 
 
 @pytest.mark.mpi
+def test_dealing_anew_that_only_some_ranks_ended(world: mpidp.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when one more dies meanwhile: the others have not taken what rank 0 gave away, so it must still have it."""
+    models = conv_net(), conv_net()
+    plain, sharded = make("Adam", models[0], {}), ShardedOptimizer(make("Adam", models[1], {}), world)
+    for model, optimizer in zip(models, (plain, sharded), strict=True):
+        train(model, optimizer, 2)
+
+    def interrupted(*args: Any) -> Any:
+        collect(*args)
+        raise InterruptedError
+
+    with monkeypatch.context() as patch, pytest.raises(InterruptedError) if world.rank else nullcontext():
+        patch.setattr(optimizer_module, "shards", lambda numels, count: shards(numels, count)[::-1])
+        if world.rank:
+            patch.setattr(optimizer_module, "collect", interrupted)
+        sharded.rebuild()
+    sharded.rebuild()
+    for model, optimizer in zip(models, (plain, sharded), strict=True):
+        train(model, optimizer, 2, first=2)
+    assert all(torch.equal(*pair) for pair in zip(models[0].parameters(), models[1].parameters(), strict=True))
+    sharded.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_state_that_nobody_holds_any_more(world: mpidp.World) -> None:
+    """On all ranks, and named: a checkpoint must help."""
+    model = conv_net()
+    sharded = ShardedOptimizer(make("Adam", model, {}), world)
+    train(model, sharded, 1)
+    if world.rank == 1:
+        sharded._shard.hold([], [])
+    with pytest.raises(
+        LaunchError, match=r"elements [\d,]+ to [\d,]+ of parameter \d+ was held by lost ranks .*copies=2"
+    ):
+        sharded.rebuild()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("where", ["owner", "another"])
+def test_a_flipped_bit_is_found_before_the_step_spreads_or_hides_it(world: mpidp.World, where: str) -> None:
+    """Behaviour 35: gathering gives all ranks what the owner has, whatever the others had."""
+    model = mpidp.DataParallel(small_model(), world, reducer="flat")
+    sharded = ShardedOptimizer(torch.optim.Adam(model.parameters()), world)
+    check = ReplicaCheck(model, sharded, every_steps=1)
+    weight = model.module.get_parameter("0.weight")  # all of it on the first rank that has anything
+    guilty = 0 if where == "owner" else world.size - 1
+    told = rf"rank {guilty} \(.*\) held other values than most ranks, in one of parameter .*0\.weight"
+    if world.size == 2:
+        told = r"ranks 0 \(.*\), 1 \(.*\) held different values"
+    with pytest.raises(MismatchError, match=told) if world.size > 1 else nullcontext():
+        for step in range(6):
+            x, y = (share(world, part) for part in batch(step))
+            (model(x) - y).square().mean().backward()
+            if step == 3 and world.rank == guilty:
+                weight.data.view(-1)[0] += 100
+            check.check()
+            sharded.step()
+            sharded.zero_grad()
+    sharded.close()
+
+
+@pytest.mark.mpi
+def test_options_that_an_optimizer_keeps_itself(world: mpidp.World) -> None:
+    """A count in its group, as schedule-free optimizers have it, goes on, and is seen outside."""
+
+    class Counting(torch.optim.SGD):
+        elementwise = True
+
+        def step(self, closure: Any = None) -> Any:
+            self.param_groups[0]["lr"] = 1 / (1 + self.param_groups[0].setdefault("k", 0))
+            self.param_groups[0]["k"] += 1
+            return super().step(closure)
+
+    parameters = [nn.Parameter(torch.ones(200)) for _ in range(2)]
+    plain, sharded = Counting([parameters[0]], lr=1.0), ShardedOptimizer(Counting([parameters[1]], lr=1.0), world)
+    for _ in range(3):
+        for parameter, optimizer in zip(parameters, (plain, sharded), strict=True):
+            parameter.grad = torch.ones(200)
+            optimizer.step()
+    assert torch.equal(*parameters)
+    assert sharded.param_groups[0]["k"] == 3
+    sharded.close()
+
+
+@pytest.mark.mpi
+def test_a_float32_state_of_16_bit_parameters(world: mpidp.World) -> None:
+    """An optimizer of the user's own may keep it; dealing anew does not round it."""
+
+    class Wide(torch.optim.SGD):
+        elementwise = True
+
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    total = self.state[parameter].setdefault("total", torch.zeros(parameter.shape))
+                    total += parameter.grad.float()
+                    parameter.data.copy_(total)
+
+    parameter = nn.Parameter(torch.zeros(300, dtype=torch.bfloat16))
+    sharded = ShardedOptimizer(Wide([parameter]), world)
+    for _ in range(2):
+        parameter.grad = torch.full((300,), 1 + 2**-7, dtype=torch.bfloat16)
+        sharded.step()
+        sharded.rebuild()
+    totals = [state["total"] for state in sharded.inner.state.values()]
+    assert all(total.dtype == torch.float32 and bool((total == 2 + 2**-6).all()) for total in totals)
+    sharded.close()
+
+
+@pytest.mark.mpi
 def test_closures(world: mpidp.World) -> None:
     """Called once, with gradients on, before the step."""
     parameter = nn.Parameter(torch.ones(100))
@@ -332,10 +447,21 @@ def test_what_else_is_refused(world: mpidp.World) -> None:
         ShardedOptimizer(torch.optim.SGD([holes]), world)
     with pytest.raises(ValueError, match="copies = 3: give 1, or 2"):
         ShardedOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(3))]), world, copies=3)
-    sharded = ShardedOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(3))]), world)
+    parameter = nn.Parameter(torch.ones(3, 4, 5, 6))
+    plain = torch.optim.SGD([parameter])
+    sharded = ShardedOptimizer(plain, world)
     with pytest.raises(MpidpError, match="takes no further parameters"):
         sharded.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    with pytest.raises(MpidpError, match="cannot be copied or pickled: save full_state_dict"):
+        copy.deepcopy(sharded)
+    parameter.data = parameter.detach().to(memory_format=torch.channels_last)
+    with pytest.raises(MpidpError, match=r"parameter 0 of shape \(3, 4, 5, 6\) had strides .*change memory formats"):
+        sharded.step()
     sharded.close()
+    scheduled = torch.optim.SGD([nn.Parameter(torch.ones(3))])
+    torch.optim.lr_scheduler.ExponentialLR(scheduled, 0.9)
+    with pytest.raises(MpidpError, match="make it afterwards, over the sharded one"):
+        ShardedOptimizer(scheduled, world)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -353,3 +479,5 @@ def test_ranks_that_differ(world: mpidp.World) -> None:
     parameters = [nn.Parameter(torch.ones(3 + world.rank))]
     with pytest.raises(MismatchError, match="the sharded optimizers"):
         ShardedOptimizer(torch.optim.SGD(parameters), world)
+    with pytest.raises(MismatchError, match="lr = 1"):
+        ShardedOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=1.0 + world.rank), world)

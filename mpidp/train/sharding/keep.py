@@ -43,7 +43,10 @@ def restore(optimizer: torch.optim.Optimizer, saved: dict[str, Any], read: ReadR
     else:
         optimizer.load_groups_state_dict(saved["param_groups"])
         of_ranks = shards([parameter.numel() for parameter in like(saved)], saved[RANKS])
-        needed = [rank for rank, runs in enumerate(of_ranks) if _meet(runs, optimizer.runs)]
+        wanted: dict[int, list[Run]] = {}
+        for run in optimizer.runs:
+            wanted.setdefault(run.parameter, []).append(run)
+        needed = [rank for rank, runs in enumerate(of_ranks) if _meet(runs, wanted)]
         optimizer.load_parts(part for rank in needed for part in to_parts(read(rank)))
 
 
@@ -56,5 +59,5 @@ def _shapes(optimizer: ShardedOptimizer) -> list[tuple[tuple[int, ...], tuple[in
     return [(tuple(p.shape), p.stride()) for group in optimizer.param_groups for p in group["params"]]
 
 
-def _meet(some: Sequence[Run], others: Sequence[Run]) -> bool:
-    return any(overlap(one, other) for one in some for other in others)
+def _meet(runs: Sequence[Run], wanted: dict[int, list[Run]]) -> bool:
+    return any(overlap(run, other) for run in runs for other in wanted.get(run.parameter, ()))

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from mpidp.errors import LaunchError, MpidpError
-from mpidp.train.bits import flat
+from mpidp.train.bits import Piece
 from mpidp.train.sharding.channel import make_channel
-from mpidp.train.sharding.exchange import collect
+from mpidp.train.sharding.collect import collect
 from mpidp.train.sharding.gather import Gather
 from mpidp.train.sharding.layout import Run, holders, shards
-from mpidp.train.sharding.shard import Shard
-from mpidp.train.sharding.state import Part, cut, full_state_dict, join
+from mpidp.train.sharding.shard import Shard, is_dense
+from mpidp.train.sharding.state import Part, by_parameter, cut, full_state_dict, join
 from mpidp.train.signature import check_same
 from mpidp.world import communicators, tolerance
 from mpidp.world.abort import SHARED_MARK
@@ -68,14 +68,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._numels = [parameter.numel() for parameter in self._parameters]
         with world.together("sharding the optimizer"):
             _check(optimizer, self._parameters)
-        shapes = [f"parameter {n}: {tuple(p.shape)}, {p.dtype}" for n, p in enumerate(self._parameters)]
-        check_same(world, [type(optimizer).__qualname__, f"copies={copies}", *shapes], "the sharded optimizers")
+        check_same(world, [f"copies={copies}", *_describe(optimizer)], "the sharded optimizers")
         whole = [dict(optimizer.state.get(parameter, {})) for parameter in self._parameters]
         self._shard = Shard(optimizer)
         self._former: list[Part] = []
         self._deal()
         with world.together("sharding the optimizer"):
-            self._shard.hold(self._mine, [self._cut(whole, run) for run in self._mine])
+            self._shard.hold(self._mine, [self._cut(whole, run) for run in self._mine], cast=False)
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -95,8 +94,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Brings this rank's shard up to date and gathers the others'. Collective.
 
         When a rank died meanwhile, and the others are to go on, it returns with the step taken and the parameters of
-        others missing: the next collective call raises, and `rebuild` makes up for it.
+        others missing: the next collective call raises, and `rebuild` makes up for it. So where `Survivors` are used,
+        whatever reads the parameters (an average of them, a copy to be saved) comes after a collective call.
+
+        Raises:
+            MpidpError: ranks were lost and `rebuild` was not called; parameters lie in memory otherwise than before;
+                a gradient is sparse.
         """
+        if self._comm is not self.world.comm:
+            raise MpidpError("ranks were lost, and the optimizer was not rebuilt: give it to survivors.run as well")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -106,6 +112,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._shard.follow():
             self._aim()
         self._shard.step()
+        self._take_options()
         try:
             self._gather()
         except Exception as error:
@@ -129,7 +136,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise _lost(error.args[0], self.copies) from None
         # Others may not come so far, because one more dies: until all have, what they look for stays here.
         self._former = held
-        self._shard.hold(self._mine, states)
+        self._shard.hold(self._mine, states, cast=False)
 
     def full_state_dict(self, rank: int = 0) -> dict[str, Any]:
         """The `state_dict` of the plain optimizer, in host memory, on one rank; {} on the others. Collective."""
@@ -157,7 +164,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes this rank's share out of the `state_dict` of a plain optimizer. Not collective; to do on every rank."""
         self.load_groups_state_dict(state_dict["param_groups"])
-        whole = [state_dict["state"].get(number, {}) for number in range(len(self._parameters))]
+        names = [name for group in state_dict["param_groups"] for name in group["params"]]
+        whole = [state_dict["state"].get(name, {}) for name in names]
         self._shard.hold(self._mine, [self._cut(whole, run) for run in self._mine])
 
     def groups_state_dict(self) -> list[dict[str, Any]]:
@@ -168,16 +176,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_groups_state_dict(self, groups: list[dict[str, Any]]) -> None:
         """Takes the options, but no state."""
         super().load_state_dict({"state": {}, "param_groups": groups})
+        self._share_options()  # by which torch decides where a state is to lie
 
     def own_parts(self) -> list[Part]:
         """The runs of which this rank is the first holder, with their state; over all ranks each element once."""
         own = set(self._lists[self.world.rank])
         return [part for part in self._shard.parts() if part[0] in own]
 
+    def owns_any(self, rank: int, pieces: Iterable[Piece]) -> bool:
+        """Whether a rank brings any of these pieces of parameters up to date for all."""
+        pointers = {piece.tensor.data_ptr() for piece in pieces}
+        return any(self._shard.flats[run.parameter].data_ptr() in pointers for run in self._lists[rank])
+
     def load_parts(self, parts: Iterable[Part]) -> None:
         """Takes what this rank holds out of parts that together hold all of that, cut as they may be."""
-        parts = list(parts)
-        self._shard.hold(self._mine, [join(run, parts) for run in self._mine])
+        found = by_parameter(parts)
+        self._shard.hold(self._mine, [join(run, found.get(run.parameter, ())) for run in self._mine])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refused: a copy would share memory and messages with this one."""
+        raise MpidpError("a sharded optimizer cannot be copied or pickled: save full_state_dict(), on all ranks")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: give all groups to the plain optimizer."""
@@ -192,6 +210,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _deal(self) -> None:
         """Settles who holds what, and makes what is needed to gather. Collective."""
         world = self.world
+        self._comm = world.comm
         self._lists = shards(self._numels, world.size)
         nodes: list[int] = world.comm.allgather(world.node)
         held_by = holders(nodes, self.copies)
@@ -203,9 +222,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._gather = Gather(self.world.rank, self._lists, self._shard.flats, self._channel)
 
     def _share_options(self) -> None:
-        """What schedulers changed."""
+        """Gives the optimizer what schedulers changed."""
         for group, own in zip(self._shard.inner.param_groups, self.param_groups, strict=True):
             group.update({key: value for key, value in own.items() if key not in ("params", "param_names")})
+
+    def _take_options(self) -> None:
+        """Takes what the optimizer changed: some count their steps there."""
+        for group, own in zip(self._shard.inner.param_groups, self.param_groups, strict=True):
+            own.update({key: value for key, value in group.items() if key != "params"})
 
     def _cut(self, whole: list[dict[str, Any]], run: Run) -> dict[str, Any]:
         return cut(whole[run.parameter], self._parameters[run.parameter], run)
@@ -220,8 +244,10 @@ def _check(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> 
             f"{kind.__qualname__} cannot be sharded: its step may mix the elements of a parameter. Use one of "
             f"{', '.join(ELEMENTWISE)}; a class of your own promises the contrary by an attribute elementwise = True"
         )
+    if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
+        raise MpidpError("a scheduler holds the optimizer to be sharded: make it afterwards, over the sharded one")
     for number, parameter in enumerate(parameters):
-        if not _is_dense(parameter):
+        if not is_dense(parameter):
             raise MpidpError(
                 f"parameter {number} of shape {tuple(parameter.shape)} does not lie densely in memory (strides "
                 f"{tuple(parameter.stride()) if parameter.layout is torch.strided else parameter.layout}), and cannot "
@@ -229,11 +255,14 @@ def _check(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> 
             )
 
 
-def _is_dense(parameter: nn.Parameter) -> bool:
-    if parameter.layout is not torch.strided:
-        return False
-    lay = flat(parameter.detach())
-    return lay.data_ptr() == parameter.data_ptr() and lay.is_contiguous()
+def _describe(optimizer: torch.optim.Optimizer) -> list[str]:
+    """What must be the same on all ranks: options and, of each parameter, all but its values."""
+    lines = [f"optimizer {type(optimizer).__qualname__}"]
+    for number, group in enumerate(optimizer.param_groups):
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        lines += [f"group {number}: {key} = {value!r}" for key, value in options.items() if not callable(value)]
+        lines += [f"group {number}: {tuple(p.shape)}, {p.dtype}, strides {p.stride()}" for p in group["params"]]
+    return lines
 
 
 def _lost(run: Run, copies: int) -> LaunchError:

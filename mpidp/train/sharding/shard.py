@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from mpidp.train.bits import flat
+from mpidp.errors import MpidpError
+from mpidp.train.bits import flat, flat_like
 from mpidp.train.sharding.layout import Run
 from mpidp.train.sharding.state import Part, State
 
@@ -34,11 +35,18 @@ class Shard:
             self._ranges.append(range(first, first + len(group["params"])))
         self._slices: list[Tensor] = []
         self.flats = [flat(parameter.detach()) for parameter in self._parameters]
+        self._strides = [parameter.stride() for parameter in self._parameters]
 
-    def hold(self, runs: Sequence[Run], states: Sequence[State]) -> None:
-        """Takes runs, ordered by parameter, with the optimizer's state of each ({} where it has none yet)."""
+    def hold(self, runs: Sequence[Run], states: Sequence[State], *, cast: bool = True) -> None:
+        """Takes runs, with the optimizer's state of each ({} where it has none yet).
+
+        Args:
+            runs: in any order.
+            states: as many.
+            cast: give each tensor of the state the dtype that torch does when it loads a state, that of the parameter.
+        """
         self.runs = sorted(runs)
-        self._slices = [self.flats[run.parameter][run.start : run.stop].requires_grad_() for run in self.runs]
+        self._slices = [self._slice(run) for run in self.runs]
         for numbers, group in zip(self._ranges, self.inner.param_groups, strict=True):
             held = zip(self.runs, self._slices, strict=True)
             group["params"] = [part for run, part in held if run.parameter in numbers]
@@ -46,16 +54,33 @@ class Shard:
         of_run = dict(zip(runs, states, strict=True))
         packed = self.inner.state_dict()
         packed["state"] = {place: of_run[run] for place, run in enumerate(self.runs) if of_run[run]}
-        self.inner.load_state_dict(packed)  # brings each tensor to the device and dtype that torch wants it in
+        self.inner.load_state_dict(packed)  # brings each tensor to the device that torch wants it on
+        if not cast:
+            for run, part in zip(self.runs, self._slices, strict=True):
+                _keep_dtypes(self.inner.state.get(part, {}), of_run[run])
+
+    def _slice(self, run: Run) -> Tensor:
+        part = self.flats[run.parameter][run.start : run.stop]
+        return part.requires_grad_() if part.is_floating_point() or part.is_complex() else part
 
     def parts(self) -> list[Part]:
         """Each run with its state; not copies."""
         return [(run, dict(self.inner.state.get(part, {}))) for run, part in zip(self.runs, self._slices, strict=True)]
 
     def follow(self) -> bool:
-        """Whether somebody gave a parameter new memory (`module.to(...)`); the runs are in it then."""
+        """Whether somebody gave a parameter new memory (`module.to(...)`); the runs are in it then.
+
+        Raises:
+            MpidpError: its elements lie in another order there, or with holes between them.
+        """
         if all(lay.data_ptr() == p.data_ptr() for lay, p in zip(self.flats, self._parameters, strict=True)):
             return False
+        for number, (strides, parameter) in enumerate(zip(self._strides, self._parameters, strict=True)):
+            if parameter.stride() != strides:
+                raise MpidpError(
+                    f"parameter {number} of shape {tuple(parameter.shape)} had strides {strides} when its optimizer "
+                    f"was sharded, and has {parameter.stride()} now: change memory formats before"
+                )
         self.flats = [flat(parameter.detach()) for parameter in self._parameters]
         for run, part in zip(self.runs, self._slices, strict=True):
             part.data = self.flats[run.parameter][run.start : run.stop]
@@ -65,14 +90,26 @@ class Shard:
         """Brings the runs up to date, by the model's gradients; where there is none, not."""
         for run, part in zip(self.runs, self._slices, strict=True):
             parameter = self._parameters[run.parameter]
-            if parameter.grad is not None:
-                part.grad = _flat_like(parameter.grad.detach(), parameter)[run.start : run.stop]
+            if parameter.grad is None:
+                continue
+            if parameter.grad.layout is not torch.strided:
+                raise MpidpError(f"parameter {run.parameter} has a sparse gradient: its optimizer cannot be sharded")
+            part.grad = flat_like(parameter.grad.detach(), parameter)[run.start : run.stop]
         self.inner.step()
         for part in self._slices:
             part.grad = None
 
 
-def _flat_like(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """In one dimension, in the order in which the parameter lies in memory."""
-    alike = gradient.stride() == parameter.stride() or (gradient.is_contiguous() and parameter.is_contiguous())
-    return flat(gradient if alike else torch.empty_like(parameter).copy_(gradient))
+def _keep_dtypes(loaded: State, given: State) -> None:
+    """Some optimizers keep float32 state for 16-bit parameters; torch rounds it when it loads it."""
+    for name, value in given.items():
+        if isinstance(value, Tensor) and loaded[name].dtype != value.dtype:
+            loaded[name] = value.to(loaded[name].device)
+
+
+def is_dense(parameter: Tensor) -> bool:
+    """Whether its elements fill a stretch of memory, in whatever order."""
+    if parameter.layout is not torch.strided:
+        return False
+    lay = flat(parameter.detach())
+    return lay.data_ptr() == parameter.data_ptr() and lay.is_contiguous()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mpidp.errors import MpidpError
-from mpidp.train.bits import flat
+from mpidp.train.bits import flat_like
 from mpidp.train.sharding.layout import Run, overlap
 
 State = dict[str, Any]
@@ -31,7 +31,11 @@ def cut(state: State, parameter: Tensor, run: Run) -> State:
 
 
 def join(run: Run, parts: Iterable[Part]) -> State:
-    """The state of a run, out of those of runs that together hold all its elements; {} where these are empty."""
+    """The state of a run, out of those of runs that together hold all its elements; {} where these are empty.
+
+    Raises:
+        MpidpError: a part holds a tensor that is neither a number nor of its run's length.
+    """
     joined: State = {}
     for other, state in parts:
         common = overlap(run, other)
@@ -43,8 +47,11 @@ def join(run: Run, parts: Iterable[Part]) -> State:
             if not _is_cut(value):
                 joined[name] = value.clone() if isinstance(value, Tensor) else value
                 continue
-            whole = joined.setdefault(name, torch.empty(run.numel, dtype=value.dtype, device=value.device))
-            whole[target].copy_(value[source])
+            if value.numel() != other.numel:
+                raise _uncuttable(name, value, f"{other.numel} elements")
+            if name not in joined:
+                joined[name] = torch.empty(run.numel, dtype=value.dtype, device=value.device)
+            joined[name][target].copy_(value[source])
     return joined
 
 
@@ -54,9 +61,11 @@ def whole(parameter: Tensor, number: int, parts: Iterable[Part]) -> State:
     Args:
         parameter: gives shape and strides.
         number: of the parameter.
-        parts: hold all its elements.
+        parts: hold all its elements; a single one is taken as it is, not copied.
     """
-    joined = join(Run(number, 0, parameter.numel()), parts)
+    run = Run(number, 0, parameter.numel())
+    parts = list(parts)
+    joined = parts[0][1] if [part[0] for part in parts] == [run] else join(run, parts)
     return {name: _shaped(value, parameter) if _is_cut(value) else value for name, value in joined.items()}
 
 
@@ -67,6 +76,14 @@ def select(run: Run, part: Part) -> Part | None:
         return None
     inside = slice(common.start - part[0].start, common.stop - part[0].start)
     return common, {name: value[inside] if _is_cut(value) else value for name, value in part[1].items()}
+
+
+def by_parameter(parts: Iterable[Part]) -> dict[int, list[Part]]:
+    """The parts of each parameter."""
+    found: dict[int, list[Part]] = {}
+    for part in parts:
+        found.setdefault(part[0].parameter, []).append(part)
+    return found
 
 
 def to_host(state: State) -> State:
@@ -82,10 +99,8 @@ def full_state_dict(groups: Sequence[dict[str, Any]], parameters: Sequence[Tenso
         parameters: give shapes and strides, in the order of their numbers.
         parts: of all parameters that have a state.
     """
-    of_parameter: dict[int, list[Part]] = {}
-    for part in parts:
-        of_parameter.setdefault(part[0].parameter, []).append(part)
-    states = {number: whole(parameters[number], number, found) for number, found in sorted(of_parameter.items())}
+    found = by_parameter(parts)
+    states = {number: whole(parameters[number], number, found.pop(number)) for number in sorted(found)}
     return {"state": {number: state for number, state in states.items() if state}, "param_groups": list(groups)}
 
 
@@ -93,26 +108,21 @@ def _cut(name: str, value: Any, parameter: Tensor, run: Run) -> Any:
     if not isinstance(value, Tensor):
         return value
     if value.shape == parameter.shape and not (value.dim() == 0 and name in _NUMBERS):
-        return flat(_like(value, parameter))[run.start : run.stop].clone()
+        return flat_like(value, parameter)[run.start : run.stop].clone()
     if value.dim() == 0:
         return value.clone()
-    raise MpidpError(
-        f"the optimizer's state {name!r} has shape {tuple(value.shape)} for a parameter of shape "
-        f"{tuple(parameter.shape)}, and cannot be cut into shards. Use the optimizer without sharding."
+    raise _uncuttable(name, value, f"a parameter of shape {tuple(parameter.shape)}")
+
+
+def _uncuttable(name: str, value: Tensor, what: str) -> MpidpError:
+    return MpidpError(
+        f"the optimizer's state {name!r} has shape {tuple(value.shape)} for {what}, and cannot be cut into shards. "
+        f"Use the optimizer without sharding."
     )
 
 
-def _like(value: Tensor, parameter: Tensor) -> Tensor:
-    """With the parameter's strides, so that elements lie in the same order."""
-    if value.stride() == parameter.stride() or (value.is_contiguous() and parameter.is_contiguous()):
-        return value
-    return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
-
-
 def _shaped(value: Tensor, parameter: Tensor) -> Tensor:
-    shaped = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
-    flat(shaped).copy_(value)
-    return shaped
+    return torch.as_strided(value, parameter.shape, parameter.stride())  # dense, and in the order of memory
 
 
 def _is_cut(value: Any) -> bool:

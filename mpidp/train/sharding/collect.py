@@ -55,4 +55,4 @@ def collect(
             part = select(run, (source.run, state))
             if part is not None:
                 found[run].append(part)
-    return [join(run, found[run]) for run in wanted]
+    return [join(run, found.pop(run)) for run in wanted]
