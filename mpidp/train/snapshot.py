@@ -67,7 +67,3 @@ class Snapshot:
         self._waits |= tensor.is_cuda
         self._used[place] = self._seen[memory] = buffer
         return buffer
-
-
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.stride()
