@@ -1,4 +1,4 @@
-"""Test folders come in, one summary goes out: unit, faults and docs in one process, mpi on several numbers of ranks.
+"""Test folders come in, one summary goes out: mpi on several numbers of ranks, unit, faults and docs without a launcher.
 
 Usage: python tests/run_tests.py [--venv .venv] [--mpi mpich] [--sizes 1,2,3,4] [--only unit,mpi,...] [pytest words]
 
@@ -32,6 +32,7 @@ OPEN_MPI = {  # as root, and with more ranks than cores, which then give way to 
     "OMPI_MCA_mpi_yield_when_idle": "1",
 }
 TERMINATE_S, PATIENCE_S = 10, 300
+UNIT_WORKERS = 4
 
 
 def run_rank(folder: Path, words: list[str]) -> None:
@@ -103,7 +104,9 @@ def run(kind: str, ranks: int | None, options: argparse.Namespace) -> Counter[st
     program = [str(binaries / "python"), str(TESTS / "run_tests.py"), "--as-rank", str(folder)]
     # Alone, pytest-timeout ends what hangs: tests that start several jobs may take longer than a hang on ranks may.
     patience = [] if ranks else ["-o", f"faulthandler_timeout={PATIENCE_S}"]
-    words = [str(TESTS / kind), *patience, *options.words]
+    # Unit tests are many and need a core each; the others start jobs of several ranks, and watch the clock.
+    workers = ["-n", str(min(UNIT_WORKERS, os.cpu_count() or 1)), "--dist", "loadfile"] if kind == "unit" else []
+    words = [str(TESTS / kind), *patience, *workers, *options.words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | (OPEN_MPI if options.mpi == "openmpi" else {})
     start = time.monotonic()
     wrong = execute([*launcher, *program, *words], environment, options.timeout_s)
