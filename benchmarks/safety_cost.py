@@ -18,8 +18,8 @@ import torch
 
 import mpidp
 from mpidp.tools.bench.workloads import MODELS, Workload, make_workload
-from mpidp.train.parallel import DataParallel
-from mpidp.train.replicas import ReplicaCheck
+from mpidp.train.parallel.parallel import DataParallel
+from mpidp.train.replicas.replicas import ReplicaCheck
 from mpidp.train.stop import StopSignal
 from mpidp.world.world import World
 

@@ -18,7 +18,7 @@ import torch
 import mpidp
 from mpidp.reduce.pieces import MAX_PIECE_BYTES
 from mpidp.tools.bench.workloads import MODELS, make_workload
-from mpidp.train.parallel import DataParallel
+from mpidp.train.parallel.parallel import DataParallel
 from mpidp.train.sharding import optimizer as sharding
 from mpidp.train.sharding.channel import TOTAL_BYTES, Channel, Messages
 from mpidp.world.world import World

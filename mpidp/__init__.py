@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from mpidp.hdf5.decode.field import FieldSpec
     from mpidp.hdf5.loader import HDF5Loader
     from mpidp.train.batch_norm.sync import SyncBatchNorm
-    from mpidp.train.parallel import DataParallel
-    from mpidp.train.replicas import ReplicaCheck
+    from mpidp.train.parallel.parallel import DataParallel
+    from mpidp.train.records.trace import Trace
+    from mpidp.train.replicas.replicas import ReplicaCheck
     from mpidp.train.sharding.optimizer import ShardedOptimizer
     from mpidp.train.stop import StopSignal
     from mpidp.train.survivors import Survivors
-    from mpidp.train.trace import Trace
     from mpidp.world.start import init
     from mpidp.world.world import World
 
@@ -42,15 +42,15 @@ __all__ = [
 
 _HOMES = {
     "Batch": "mpidp.hdf5.batches.batch",
-    "DataParallel": "mpidp.train.parallel",
+    "DataParallel": "mpidp.train.parallel.parallel",
     "FieldSpec": "mpidp.hdf5.decode.field",
     "HDF5Loader": "mpidp.hdf5.loader",
-    "ReplicaCheck": "mpidp.train.replicas",
+    "ReplicaCheck": "mpidp.train.replicas.replicas",
     "ShardedOptimizer": "mpidp.train.sharding.optimizer",
     "StopSignal": "mpidp.train.stop",
     "Survivors": "mpidp.train.survivors",
     "SyncBatchNorm": "mpidp.train.batch_norm.sync",
-    "Trace": "mpidp.train.trace",
+    "Trace": "mpidp.train.records.trace",
     "World": "mpidp.world.world",
     "init": "mpidp.world.start",
 }

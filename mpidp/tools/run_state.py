@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mpidp.errors import ConfigError
-from mpidp.train.checkpoint import newest_first
+from mpidp.train.checkpoints.checkpoint import newest_first
 
 # A run that has not written for so long is no longer taken for running, unless Slurm says so.
 SILENT_S = 300.0

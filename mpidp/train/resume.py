@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from mpidp.config import RunConfig, to_toml
 from mpidp.errors import CheckpointError
-from mpidp.train import checkpoint, rng
-from mpidp.train.choose import newest_readable
-from mpidp.train.run_folder import RunFolder
-from mpidp.train.saver import Saver
+from mpidp.train import rng
+from mpidp.train.checkpoints import checkpoint
+from mpidp.train.checkpoints.choose import newest_readable
+from mpidp.train.checkpoints.saver import Saver
+from mpidp.train.records.run_folder import RunFolder
 from mpidp.train.sharding import keep
 from mpidp.train.sharding.saved import SavedPart
 

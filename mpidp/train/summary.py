@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 import mpidp
-from mpidp.train.stopwatch import PHASES
+from mpidp.train.records.stopwatch import PHASES
 
 if TYPE_CHECKING:
     from mpidp.train.trainer import Trainer

@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING
 
 from mpidp.train import rng
-from mpidp.train.checkpoint import folder_name
-from mpidp.train.remembered_reducer import remember
+from mpidp.train.checkpoints.checkpoint import folder_name
+from mpidp.train.parallel.remembered_reducer import remember
 from mpidp.train.sharding.optimizer import ShardedOptimizer
 
 if TYPE_CHECKING:

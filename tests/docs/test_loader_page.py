@@ -11,7 +11,7 @@ import torch
 
 import mpidp
 from mpidp.config import from_dict
-from mpidp.train.data import field_specs_of
+from mpidp.train.components.data import field_specs_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/loader.md"
 ROWS = 600

@@ -19,7 +19,7 @@ from torch import nn
 
 import mpidp
 from mpidp.errors import MismatchError
-from mpidp.train.replicas import ReplicaCheck
+from mpidp.train.replicas.replicas import ReplicaCheck
 
 EVERY_STEPS = 10
 

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 import mpidp
-from mpidp.train import checkpoint, part
-from mpidp.train.choose import newest_readable
-from mpidp.train.saver import Saver
+from mpidp.train.checkpoints import checkpoint, part
+from mpidp.train.checkpoints.choose import newest_readable
+from mpidp.train.checkpoints.saver import Saver
 from mpidp.world.world import World
 
 EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.listdir", "os.scandir"}

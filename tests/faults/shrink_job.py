@@ -39,7 +39,7 @@ import signal
 import torch
 
 import mpidp.reduce.flat
-import mpidp.train.saver
+import mpidp.train.checkpoints.saver
 import mpidp.train.sharding.channel
 import mpidp.train.sharding.optimizer
 import mpidp.train.sharding.shard
@@ -84,7 +84,7 @@ def dies_at(point, holder, name, afterwards=False):
 
 dies_at("reduce", mpidp.reduce.flat.FlatReducer, "mean")
 dies_at("agree", mpidp.train.survivors.Survivors, "agree")
-dies_at("checkpoint", mpidp.train.saver, "write_parts")
+dies_at("checkpoint", mpidp.train.checkpoints.saver, "write_parts")
 dies_at("shrink", mpidp.world.recovery.Recovery, "shrink")
 dies_at("rebuild", mpidp.world.recovery.Recovery, "_rebuild")
 dies_at("gather", mpidp.train.sharding.channel.Messages, "exchange")

@@ -12,10 +12,10 @@ import torch
 
 import mpidp
 from mpidp.errors import CheckpointError
-from mpidp.train import part as module
-from mpidp.train.checkpoint import load, newest, part_name, read
-from mpidp.train.choose import newest_readable
-from mpidp.train.saver import Saver
+from mpidp.train.checkpoints import part as module
+from mpidp.train.checkpoints.checkpoint import load, newest, part_name, read
+from mpidp.train.checkpoints.choose import newest_readable
+from mpidp.train.checkpoints.saver import Saver
 
 pytestmark = pytest.mark.mpi
 

@@ -6,7 +6,7 @@ from mpi_helpers import batch, same_bits, share, small_model
 
 import mpidp
 from mpidp.errors import MismatchError
-from mpidp.train.replicas import ReplicaCheck
+from mpidp.train.replicas.replicas import ReplicaCheck
 
 Training = tuple[mpidp.DataParallel, torch.optim.Optimizer]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import mpidp
 from mpidp.errors import LaunchError, MismatchError, MpidpError
-from mpidp.train.replicas import ReplicaCheck
+from mpidp.train.replicas.replicas import ReplicaCheck
 from mpidp.train.sharding import optimizer as optimizer_module
 from mpidp.train.sharding.channel import Messages, make_channel
 from mpidp.train.sharding.collect import collect

@@ -12,7 +12,7 @@ import torch
 
 import mpidp
 from mpidp.config import from_dict
-from mpidp.train.trace import Trace
+from mpidp.train.records.trace import Trace
 from mpidp.train.trainer import train
 from mpidp.world.clock import rank_0_ns, read_clock
 from mpidp.world.status import status

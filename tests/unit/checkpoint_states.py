@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from mpidp.train.checkpoint import STATE, folder_name, load, part_name, read
-from mpidp.train.manifest import ALGORITHM, Manifest
-from mpidp.train.part import write_parts
-from mpidp.train.publish import PARTIAL, publish, tidy
+from mpidp.train.checkpoints.checkpoint import STATE, folder_name, load, part_name, read
+from mpidp.train.checkpoints.manifest import ALGORITHM, Manifest
+from mpidp.train.checkpoints.part import write_parts
+from mpidp.train.checkpoints.publish import PARTIAL, publish, tidy
 
 
 def state_of(step: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpidp.train.bits import Piece, cut, flat, replicated, sum_of_bits
-from mpidp.train.strays import Strays, find_strays
+from mpidp.train.replicas.strays import Strays, find_strays
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex128, torch.bool, torch.int64]
 

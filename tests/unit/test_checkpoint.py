@@ -13,9 +13,9 @@ import torch
 from checkpoint_states import check_state, names, save, state_of
 
 from mpidp.errors import CheckpointError
-from mpidp.train import manifest as manifests
-from mpidp.train.checkpoint import check_model, find_fault, load, newest
-from mpidp.train.manifest import Manifest
+from mpidp.train.checkpoints import manifest as manifests
+from mpidp.train.checkpoints.checkpoint import check_model, find_fault, load, newest
+from mpidp.train.checkpoints.manifest import Manifest
 
 Damage = Callable[[Path], None]
 

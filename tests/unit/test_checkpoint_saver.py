@@ -14,10 +14,10 @@ from checkpoint_states import names
 
 import mpidp
 from mpidp.errors import CheckpointError
-from mpidp.train import part as module
-from mpidp.train.checkpoint import load, newest
-from mpidp.train.disk import as_checkpoint_error
-from mpidp.train.saver import Saver
+from mpidp.train.checkpoints import part as module
+from mpidp.train.checkpoints.checkpoint import load, newest
+from mpidp.train.checkpoints.disk import as_checkpoint_error
+from mpidp.train.checkpoints.saver import Saver
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from torch import nn
 
 from mpidp.errors import ConfigError
-from mpidp.train.lookup import call, find
+from mpidp.train.components.lookup import call, find
 
 BUILT_IN = {"mlp": "mpidp.models.mlp:mlp", "cnn": "mpidp.models.cnn:cnn"}
 
@@ -127,7 +127,7 @@ def test_a_type_error_inside_the_function_is_a_bug_and_keeps_its_traceback(funct
 
 def test_the_console_script_finds_the_current_folder(tmp_path: Path) -> None:
     (tmp_path / "own_net.py").write_text("def make(): pass")
-    code = "import sys; sys.path.remove('') if '' in sys.path else 0; from mpidp.train.lookup import find;"
+    code = "import sys; sys.path.remove('') if '' in sys.path else 0; from mpidp.train.components.lookup import find;"
     code += "print(find('model.name', 'own_net:make', {}).__name__)"
     words = [sys.executable, "-P", "-c", code]
     assert subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True).stdout == "make\n"

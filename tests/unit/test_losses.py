@@ -6,7 +6,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from mpidp.config import LossSection
 from mpidp.errors import ConfigError
-from mpidp.train.losses import BUILT_IN, build_loss, count_right, cross_entropy
+from mpidp.train.components.losses import BUILT_IN, build_loss, count_right, cross_entropy
 
 GENERATOR = torch.Generator().manual_seed(0)
 SCORES = torch.randn(6, 5, generator=GENERATOR)

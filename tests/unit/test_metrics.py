@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mpidp
-from mpidp.train.metrics import MetricsFile, Tally, memory_bytes
+from mpidp.train.records.metrics import MetricsFile, Tally, memory_bytes
 
 CPU = torch.device("cpu")
 NAN = torch.tensor(float("nan"))

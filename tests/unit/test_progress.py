@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from mpidp.train.progress import Progress
+from mpidp.train.records.progress import Progress
 
 
 class Clock:

@@ -10,7 +10,7 @@ import pytest
 import mpidp
 from mpidp.config import DataSection, ModelSection, RunConfig, RunSection, load
 from mpidp.errors import CheckpointError, MpidpError
-from mpidp.train.run_folder import RunFolder, _make_new
+from mpidp.train.records.run_folder import RunFolder, _make_new
 
 
 @pytest.fixture(scope="module")

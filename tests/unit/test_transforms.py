@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from mpidp.errors import DataError
-from mpidp.train.lookup import find
-from mpidp.train.transforms import BUILT_IN, image, next_token
+from mpidp.train.components.lookup import find
+from mpidp.train.components.transforms import BUILT_IN, image, next_token
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5])

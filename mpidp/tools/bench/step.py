@@ -20,7 +20,7 @@ from mpidp.tools.bench.report import Row
 from mpidp.tools.bench.timing import Side, Times, measure
 from mpidp.tools.bench.variant import parse_variant
 from mpidp.tools.bench.workloads import Workload, make_workload
-from mpidp.train.parallel import DataParallel
+from mpidp.train.parallel.parallel import DataParallel
 from mpidp.world.mpi import MPI
 from mpidp.world.world import World
 

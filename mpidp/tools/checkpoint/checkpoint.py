@@ -4,9 +4,9 @@ from pathlib import Path
 
 from mpidp.errors import CheckpointError
 from mpidp.tools.table import size_text, table
-from mpidp.train import manifest as manifests
-from mpidp.train.checkpoint import newest, newest_first
-from mpidp.train.publish import LATEST, PARTIAL
+from mpidp.train.checkpoints import manifest as manifests
+from mpidp.train.checkpoints.checkpoint import newest, newest_first
+from mpidp.train.checkpoints.publish import LATEST, PARTIAL
 
 
 def list_checkpoints(place: Path) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mpidp.errors import ConfigError
 from mpidp.tools.checkpoint.checkpoint import newest_whole
 from mpidp.tools.table import size_text
-from mpidp.train.checkpoint import STATE, part_name, read
+from mpidp.train.checkpoints.checkpoint import STATE, part_name, read
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,9 +12,9 @@ from typing import Any
 from mpidp.errors import CheckpointError, ConfigError
 from mpidp.tools.report.trace import Trace, read_trace
 from mpidp.tools.run_state import SILENT_S, read_starts, silent_s
-from mpidp.train import manifest as manifests
-from mpidp.train.checkpoint import newest_first
-from mpidp.train.manifest import Manifest
+from mpidp.train.checkpoints import manifest as manifests
+from mpidp.train.checkpoints.checkpoint import newest_first
+from mpidp.train.checkpoints.manifest import Manifest
 
 Record = dict[str, Any]
 

@@ -10,8 +10,8 @@ from mpidp.errors import ConfigError
 from mpidp.hdf5.decode.field import FieldSpec
 from mpidp.hdf5.files.describe import describe
 from mpidp.hdf5.loader import HDF5Loader
-from mpidp.train.lookup import find
-from mpidp.train.transforms import BUILT_IN
+from mpidp.train.components.lookup import find
+from mpidp.train.components.transforms import BUILT_IN
 
 if TYPE_CHECKING:
     from mpidp.world.world import World

@@ -7,8 +7,8 @@ rank checks what it will load, and all files are checked by some rank.
 from pathlib import Path
 
 from mpidp.errors import CheckpointError
-from mpidp.train import checkpoint
-from mpidp.train import manifest as manifests
+from mpidp.train.checkpoints import checkpoint
+from mpidp.train.checkpoints import manifest as manifests
 from mpidp.world.world import World
 
 

@@ -5,8 +5,8 @@ from torch import Tensor
 from mpidp.errors import DataError
 
 BUILT_IN = {
-    "image": "mpidp.train.transforms:image",
-    "next_token": "mpidp.train.transforms:next_token",
+    "image": "mpidp.train.components.transforms:image",
+    "next_token": "mpidp.train.components.transforms:next_token",
 }
 
 

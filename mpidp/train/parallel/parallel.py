@@ -16,11 +16,11 @@ from mpidp.reduce.feedback import Residuals
 from mpidp.reduce.options import ReducerOptions
 from mpidp.reduce.reducer import Reducer
 from mpidp.reduce.reduction import Reduction
-from mpidp.train.backward import BackwardWatch
 from mpidp.train.batch_norm.lockstep import Lockstep
 from mpidp.train.broadcast import broadcast_module
+from mpidp.train.parallel.backward import BackwardWatch
+from mpidp.train.parallel.step_watch import StepWatch
 from mpidp.train.signature import check_same, check_supported, module_signature
-from mpidp.train.step_watch import StepWatch
 from mpidp.world import tolerance
 from mpidp.world.abort import SHARED_MARK
 from mpidp.world.status import BETWEEN, status

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from mpidp.config import ReduceSection
-from mpidp.train.parallel import DataParallel
+from mpidp.train.parallel.parallel import DataParallel
 from mpidp.world.world import World
 
 FILE = "reducer.json"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpidp.train.losses import count_right
+from mpidp.train.components.losses import count_right
 from mpidp.world.world import World
 
 

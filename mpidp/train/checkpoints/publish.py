@@ -10,10 +10,10 @@ import shutil
 from pathlib import Path
 
 from mpidp.errors import CheckpointError
-from mpidp.train import manifest as manifests
-from mpidp.train.checkpoint import by_step, newest_first
-from mpidp.train.disk import as_checkpoint_error, flush_folder
-from mpidp.train.manifest import File, Manifest
+from mpidp.train.checkpoints import manifest as manifests
+from mpidp.train.checkpoints.checkpoint import by_step, newest_first
+from mpidp.train.checkpoints.disk import as_checkpoint_error, flush_folder
+from mpidp.train.checkpoints.manifest import File, Manifest
 from mpidp.world.status import status
 
 PARTIAL, REMOVED, LATEST = ".partial-", ".removed-", "latest"

@@ -7,8 +7,8 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
-from mpidp.train.disk import as_checkpoint_error, flush_folder
-from mpidp.train.manifest import ALGORITHM, File
+from mpidp.train.checkpoints.disk import as_checkpoint_error, flush_folder
+from mpidp.train.checkpoints.manifest import ALGORITHM, File
 from mpidp.world.status import status
 
 

@@ -8,12 +8,12 @@ import torch.nn.functional as F  # noqa: N812  (torch's own habit)
 from torch import Tensor
 
 from mpidp.config import LossSection
-from mpidp.train.lookup import find
+from mpidp.train.components.lookup import find
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 BUILT_IN = {
-    "cross_entropy": "mpidp.train.losses:cross_entropy",
+    "cross_entropy": "mpidp.train.components.losses:cross_entropy",
     "mse_loss": "torch.nn.functional:mse_loss",
     "l1_loss": "torch.nn.functional:l1_loss",
     "smooth_l1_loss": "torch.nn.functional:smooth_l1_loss",

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from mpidp.train.metrics import MetricsFile, Tally, memory_bytes, whole_lines
-from mpidp.train.progress import Progress
-from mpidp.train.stopwatch import Stopwatch
+from mpidp.train.records.metrics import MetricsFile, Tally, memory_bytes, whole_lines
+from mpidp.train.records.progress import Progress
+from mpidp.train.records.stopwatch import Stopwatch
 from mpidp.world.recovery import Loss
 from mpidp.world.world import World
 

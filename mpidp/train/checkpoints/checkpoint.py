@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from mpidp.errors import CheckpointError
-from mpidp.train import manifest as manifests
-from mpidp.train.manifest import Manifest
+from mpidp.train.checkpoints import manifest as manifests
+from mpidp.train.checkpoints.manifest import Manifest
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,7 @@ def newest_first(folder: Path) -> list[Path]:
 def newest(folder: Path) -> tuple[Path, list[str]]:
     """The newest checkpoint whose files match their manifest, and a line for each newer one that was passed over.
 
-    It asks this process only; what all ranks can read is `mpidp.train.choose`'s.
+    It asks this process only; what all ranks can read is `mpidp.train.checkpoints.choose`'s.
 
     Raises:
         CheckpointError: none is usable; says why for each.

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from mpidp.errors import MismatchError
 from mpidp.train.bits import Piece, cut, replicated, sum_of_bits
-from mpidp.train.parallel import DataParallel
+from mpidp.train.parallel.parallel import DataParallel
+from mpidp.train.replicas.strays import MOST_NAMED, describe, describe_past, find_strays, heal
 from mpidp.train.sharding.optimizer import ShardedOptimizer
 from mpidp.train.signature import check_same
-from mpidp.train.strays import MOST_NAMED, describe, describe_past, find_strays, heal
 from mpidp.world.equality import DelayedEquality
 from mpidp.world.shared_error import share_error
 

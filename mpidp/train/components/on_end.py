@@ -7,9 +7,9 @@ from torch import nn
 
 from mpidp.config import RunConfig
 from mpidp.errors import ConfigError
-from mpidp.train.lookup import find
+from mpidp.train.components.lookup import find
 
-BUILT_IN = {"sample_text": "mpidp.train.on_end:sample_text"}
+BUILT_IN = {"sample_text": "mpidp.train.components.on_end:sample_text"}
 SAMPLE_BYTES = 400
 
 OnEnd = Callable[[nn.Module, RunConfig], object]

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from mpidp.train.trace_events import as_lines, events
+from mpidp.train.records.trace_events import as_lines, events
 from mpidp.world.clock import Reading, rank_0_ns, read_clock
 from mpidp.world.spans import Spans
 from mpidp.world.status import BETWEEN

@@ -9,7 +9,7 @@ from torch import nn
 from mpidp.config import ModelSection, OptimizerSection, RunConfig, SchedulerSection
 from mpidp.errors import ConfigError
 from mpidp.models import BUILT_IN as MODELS
-from mpidp.train.lookup import call, find
+from mpidp.train.components.lookup import call, find
 
 
 def build_model(config: RunConfig) -> nn.Module:

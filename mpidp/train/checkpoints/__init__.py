@@ -1,0 +1,1 @@
+"""States in, checkpoints that survive whatever comes later out; and back."""

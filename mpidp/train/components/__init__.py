@@ -1,0 +1,1 @@
+"""Names and arguments in a run file in; the objects that they mean out."""

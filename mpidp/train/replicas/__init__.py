@@ -1,0 +1,1 @@
+"""The copies of a model on all ranks in; which of them has gone astray out."""
