@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import h5py
@@ -192,6 +192,15 @@ def test_a_killed_worker_ends_it_with_an_error(long_source: Path, tmp_path: Path
     assert not (tmp_path / "out.h5").exists() and len(lines_of(tmp_path / "out.h5")) > 1
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Whoever starts the tests in the background may have them ignore SIGINT, and so their children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_it_with_130(long_source: Path, tmp_path: Path) -> None:
     words = words_for(long_source, tmp_path / "out.h5", "--workers=2")
     job = start(words)
