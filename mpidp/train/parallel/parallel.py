@@ -106,7 +106,7 @@ class DataParallel(nn.Module):
         self._former: Reduction | None = None
         self._pending: bool = False  # gradients were accumulated that are not the mean yet
         self._lockstep = Lockstep(module)
-        self._buffers_before: list[Tensor] | None = None  # the step that is not over yet, where it may be broken off
+        self._buffers_before: dict[str, Tensor] | None = None  # a step that is not over, if any
         self._start()
         self._step_watch = StepWatch(self)
 
@@ -118,7 +118,7 @@ class DataParallel(nn.Module):
             self._restart()
         self._lockstep.before_forward()
         if tolerance.is_on() and self.training and self._buffers_before is None:
-            self._buffers_before = [buffer.clone() for buffer in self.module.buffers()]
+            self._buffers_before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         output = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
             self._watch.watch_output(output)
@@ -207,9 +207,9 @@ class DataParallel(nn.Module):
         self._pending, self._reduces = False, True
         self._lockstep.rebuild()
         # Some ranks have learnt of the step that was broken off, and all will once more.
-        if self._buffers_before is not None:
-            for buffer, before in zip(self.module.buffers(), self._buffers_before, strict=True):
-                buffer.copy_(before)
+        for name, buffer in self.module.named_buffers():
+            if self._buffers_before is not None and name in self._buffers_before:
+                buffer.copy_(self._buffers_before[name])
         self._buffers_before = None
         self._own_topology = self._make_own_topology() if self.overlap else None
         self._reducing_world = replace(self.world, topology=self._own_topology) if self._own_topology else self.world
