@@ -156,6 +156,9 @@ TABLE: dict[str, dict[str, Run | Elsewhere | NotHere]] = {
             "both.html: digits to step {}, digits-2 to step"
         ),
     },
+    "docs/sharded_optimizer.md": {
+        "mpidp train jobs/digits.toml --dry-run --ranks 8 --optimizer.sharded=true": Run("optimizer state {} 37.4 KiB"),
+    },
     "docs/structure.md": {"make lint": Elsewhere(".ci/run::make lint")},
     "docs/trace.md": {
         "mpiexec -n 4 mpidp train jobs/digits.toml --log.trace_steps=20": Run(
