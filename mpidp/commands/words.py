@@ -53,8 +53,9 @@ def parsed(parse: Callable[[], T]) -> T:
 
 
 def speaks() -> bool:
-    """Whether this process is the one that prints."""
-    return launch_facts(os.environ).speaks
+    """Whether this process is the one that prints: rank 0, which is another one when the first has died."""
+    world = started_world()
+    return launch_facts(os.environ).speaks if world is None else world.rank == 0
 
 
 def started_world() -> "World | None":

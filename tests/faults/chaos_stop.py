@@ -39,7 +39,9 @@ WORDS = [
     *("-m", "mpidp", "train", "run.toml", f"--train.epochs={EPOCHS}", "--checkpoint.every_epochs=4"),
     *(f"--watch.stall_warning_s={WARNING_S}", f"--watch.stall_abort_s={ABORT_S}"),
 ]
-BEGIN_S, TRAINING_S = 60.0, 4.0  # until there are records; about as long as most of the steps take
+MOST_RECORDS = 200  # of 240: when something is done to a job at the latest
+BEGIN_S = 60.0  # until there are records
+BETWEEN_S = 0.02  # longer than a record takes
 PAUSE_S = 0.8  # the longest; well under ABORT_S
 
 
@@ -50,24 +52,26 @@ def rank_of(pid: int) -> int:
     return int(found.get(b"PMI_RANK", found.get(b"OMPI_COMM_WORLD_RANK", b"-1")))
 
 
-def begun(folder: Path, job: subprocess.Popen[str]) -> list[int]:
-    """The ranks of a job, when it has taken some steps."""
+def begun(folder: Path, job: subprocess.Popen[str], records: int = 1) -> list[int]:
+    """The ranks of a job, when it has written so many records: a machine's speed decides nothing."""
     end = time.monotonic() + BEGIN_S
     metrics = folder / "runs" / "run" / "metrics.jsonl"
-    while not (metrics.exists() and metrics.stat().st_size):
+    ranks: list[int] = []
+    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= records):
         if job.poll() is not None or time.monotonic() > end:
             kill(job)
-            raise AssertionError(f"the job never began: {finish(job, TIMEOUT_S).output}")
-        time.sleep(0.01)
-    return ranks_of(folder)
+            raise AssertionError(f"the job never came to record {records}: {finish(job, TIMEOUT_S).output}")
+        ranks = ranks or (ranks_of(folder) if metrics.exists() else [])  # takes longer than a record
+        time.sleep(0.002)
+    return ranks or ranks_of(folder)
 
 
 def stop_once(folder: Path, ranks: int, choose: random.Random, whole: Path) -> str:
     """Stop one rank for good, and resume the job that ends by it; what was wrong, or nothing."""
     job = launch(WORDS, ranks, cwd=folder)
-    victim = choose.choice(begun(folder, job))
+    victim = choose.choice(begun(folder, job, choose.randint(1, MOST_RECORDS)))
     rank = rank_of(victim)
-    time.sleep(choose.uniform(0, TRAINING_S))
+    time.sleep(choose.uniform(0, BETWEEN_S))
     if job.poll() is not None:
         return "the job was over already"
     os.kill(victim, signal.SIGSTOP)
@@ -101,10 +105,10 @@ def slow_once(folder: Path, ranks: int, pauses: int, choose: random.Random, whol
 def preempt_once(folder: Path, ranks: int, choose: random.Random, whole: Path) -> str:
     """Ask one rank or all to stop, and resume; what was wrong, or nothing."""
     job = launch(WORDS, ranks, cwd=folder)
-    running = begun(folder, job)
+    running = begun(folder, job, choose.randint(1, MOST_RECORDS))
     asked = running if choose.random() < 0.5 else [choose.choice(running)]
     name = choose.choice(("SIGTERM", "SIGUSR2"))
-    time.sleep(choose.uniform(0, TRAINING_S))
+    time.sleep(choose.uniform(0, BETWEEN_S))
     for process in asked:
         try:
             os.kill(process, getattr(signal, name))

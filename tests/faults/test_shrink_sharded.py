@@ -56,9 +56,13 @@ def test_the_others_go_on_with_the_whole_state(
     assert trained.validations[-1]["loss"] == pytest.approx(untroubled.validations[-1]["loss"], rel=1e-4)
 
 
-def test_state_that_died_with_both_its_ranks_ends_the_job(place: Path) -> None:
-    """One message that says so. No recovery ends without rank 2, which dies as soon as it comes to this step."""
-    trained = train(place, 4, "1:reduce:8 2:reduce:8", WORDS)
+@pytest.mark.parametrize("kills", ["1:reduce:8 2:reduce:8", "0:reduce:8 1:reduce:8"])
+def test_state_that_died_with_both_its_ranks_ends_the_job(place: Path, kills: str) -> None:
+    """One message that says so, from whoever is the first rank now.
+
+    No recovery ends without the other of the two, which dies as soon as it comes to this step.
+    """
+    trained = train(place, 4, kills, WORDS)
     text = trained.result.output
     assert trained.result.code == 1, text
     assert text.count("was held by lost ranks only") == 1
