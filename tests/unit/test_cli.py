@@ -82,7 +82,7 @@ def four_ranks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Pretend that this process is one rank of four; returns what was done to the abort guard."""
     done: list[str] = []
     guard = SimpleNamespace(remove=lambda: done.append("removed"))
-    module = SimpleNamespace(current=lambda: SimpleNamespace(size=4, guard=guard))
+    module = SimpleNamespace(current=lambda: SimpleNamespace(rank=0, size=4, guard=guard))
     monkeypatch.setitem(sys.modules, "mpidp.world.start", module)
     return done
 
@@ -338,6 +338,23 @@ def test_an_error_that_all_ranks_share_lets_them_leave_by_themselves(
         "mpidp: error: digits.h5: truncated\n  on rank 0 of 4 (node7), opening the data\n"
     )
     assert four_ranks == ["removed"]
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_the_first_rank_speaks_whatever_the_launcher_called_it(
+    run_file: str,
+    train_with: Callable[[BaseException | None], Trained],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Behaviour 31: when the launcher's rank 0 has died, another one is rank 0."""
+    monkeypatch.setenv("PMI_RANK", "2")
+    monkeypatch.setenv("PMI_SIZE", "4")
+    error = DataError("gone")
+    setattr(error, SHARED_MARK, True)
+    train_with(error)
+    assert main(["train", run_file]) == 1
+    assert capsys.readouterr().err == "mpidp: error: gone\n"
 
 
 @pytest.mark.parametrize("error", [DataError("disk gone"), KeyboardInterrupt()])
