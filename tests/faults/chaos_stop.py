@@ -78,7 +78,8 @@ def stop_once(folder: Path, ranks: int, choose: random.Random, whole: Path) -> s
     result = finish(job, TIMEOUT_S)
     if result.code != 1:
         return f"exit code {result.code} with rank {rank} stopped: {result.output}"
-    if "its process is stopped (SIGSTOP" not in result.output or f"rank {rank} " not in result.output:
+    told = " ".join(result.output.split())  # a terminal breaks long lines
+    if "its process is stopped (SIGSTOP" not in told or f"rank {rank} " not in told:
         return f"rank {rank} was stopped, and is not named: {result.output}"
     return resume(WORDS, folder, ranks, whole, TIMEOUT_S)
 
@@ -117,7 +118,7 @@ def preempt_once(folder: Path, ranks: int, choose: random.Random, whole: Path) -
     result = finish(job, TIMEOUT_S)
     if result.code == 0:  # it came in the last steps
         return difference(folder / "runs" / "run", whole)
-    if result.code != STOPPED_EARLY or f"stopped by {name} after step" not in result.output:
+    if result.code != STOPPED_EARLY or f"stopped by {name} after step" not in " ".join(result.output.split()):
         return f"exit code {result.code} after {name} to {len(asked)} ranks: {result.output}"
     # The save between two records of steps makes three of them.
     return resume(WORDS, folder, ranks, whole, TIMEOUT_S, kinds=("validation",))
