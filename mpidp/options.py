@@ -107,14 +107,18 @@ def _spell_booleans(words: Sequence[str]) -> list[str]:
     option = ""  # the one that a word by itself belongs to
     for word in words:
         name, has_value, value = word.partition("=")
-        if option in _BOOLEAN_OPTIONS:
+        if _underscored(option) in _BOOLEAN_OPTIONS:
             spelt.append(_BOOLEANS.get(word, word))
-        elif has_value and name.replace("-", "_").replace("__", "--", 1) in _BOOLEAN_OPTIONS:
+        elif has_value and _underscored(name) in _BOOLEAN_OPTIONS:
             spelt.append(f"{name}={_BOOLEANS.get(value, value)}")
         else:
             spelt.append(word)
-        option = word.replace("-", "_").replace("__", "--", 1)
+        option = word
     return spelt
+
+
+def _underscored(option: str) -> str:
+    return option[:2] + option[2:].replace("-", "_")
 
 
 def _key_and_value(name: str, word: str, remaining: Iterator[str]) -> tuple[str, str]:

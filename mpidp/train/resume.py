@@ -13,7 +13,6 @@ from mpidp.train.checkpoints.choose import newest_readable
 from mpidp.train.checkpoints.saver import Saver
 from mpidp.train.records.run_folder import RunFolder
 from mpidp.train.sharding import keep
-from mpidp.train.sharding.saved import SavedPart
 
 if TYPE_CHECKING:
     from mpidp.train.trainer import Trainer
@@ -134,7 +133,7 @@ def _apply(trainer: "Trainer", state: dict[str, Any], path: Path) -> None:
                 f"Resume with the same, or start a new run."
             )
     try:
-        keep.restore(trainer.optimizer, state["optimizer"], partial(_read_shard, path))
+        keep.restore(trainer.optimizer, state["optimizer"], partial(checkpoint.read_shard, path))
         if trainer.scheduler:
             trainer.scheduler.load_state_dict(state["scheduler"])
     except (KeyError, TypeError, ValueError) as error:
@@ -149,8 +148,3 @@ def _classes(trainer: "Trainer") -> dict[str, str]:
         "optimizer": keep.kind(trainer.optimizer),
         "scheduler": "none" if scheduler is None else type(scheduler).__qualname__,
     }
-
-
-def _read_shard(path: Path, rank: int) -> list[SavedPart]:
-    shard: list[SavedPart] = checkpoint.read(path, checkpoint.part_name(rank))["optimizer"]
-    return shard

@@ -3,13 +3,14 @@
 import importlib.util
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpidp.errors import ConfigError
 from mpidp.tools.checkpoint.checkpoint import newest_whole
 from mpidp.tools.table import size_text
-from mpidp.train.checkpoints.checkpoint import STATE, part_name, read
+from mpidp.train.checkpoints.checkpoint import STATE, read, read_shard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +56,7 @@ def _optimizer(state: dict[str, Any], path: Path) -> dict[str, Any]:
     """The plain optimizer's state, put together where each rank saved its share."""
     from mpidp.train.sharding.saved import plain_state
 
-    return plain_state(state["optimizer"], lambda rank: read(path, part_name(rank))["optimizer"])
+    return plain_state(state["optimizer"], partial(read_shard, path))
 
 
 def _write(path: Path, chosen: Any, kind: str, with_optimizer: bool, step: int) -> None:

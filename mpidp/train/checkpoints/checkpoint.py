@@ -114,6 +114,16 @@ def read(path: Path, name: str) -> dict[str, Any]:
         ) from error
 
 
+def read_shard(path: Path, rank: int) -> list[Any]:
+    """What a rank saved of an optimizer in shards (`mpidp.train.sharding.saved`).
+
+    Raises:
+        CheckpointError: as `read` does.
+    """
+    shard: list[Any] = read(path, part_name(rank))["optimizer"]
+    return shard
+
+
 def check_model(expected: "dict[str, torch.Tensor]", found: "dict[str, torch.Tensor]", path: Path) -> None:
     """Raises CheckpointError, naming the first difference, when a checkpoint holds another model's state.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from mpidp.errors import MismatchError
 from mpidp.train.bits import Piece, cut, replicated, sum_of_bits
 from mpidp.train.parallel.parallel import DataParallel
-from mpidp.train.replicas.strays import MOST_NAMED, describe, describe_past, find_strays, heal
+from mpidp.train.replicas.strays import describe, describe_past, find_strays, heal, some_of
 from mpidp.train.sharding.optimizer import ShardedOptimizer
 from mpidp.train.signature import check_same
 from mpidp.world.equality import DelayedEquality
@@ -74,11 +74,7 @@ class ReplicaCheck:
         """
         if self._equality is None:
             return
-        if self._equality.differ():
-            self._look_closely()
-        else:
-            self._give()
-        self._sum = None
+        self._compare(self._equality)
         place = self._step % self.every_steps
         if place == 0 or self._step == 1:  # the first step makes the optimizer's state
             self._cut()
@@ -97,11 +93,7 @@ class ReplicaCheck:
         if self._equality is None:
             return
         for _ in range(2):
-            if self._equality.differ():
-                self._look_closely()
-            else:
-                self._give()
-            self._sum = None
+            self._compare(self._equality)
         self._equality.close()
         self._equality = None
 
@@ -112,11 +104,14 @@ class ReplicaCheck:
             self._equality = DelayedEquality(self.world.comm) if self.world.size > 1 else None
         self._step, self._sum = 0, None
 
-    def _give(self) -> None:
-        """Sends what was summed up on its way. Collective."""
-        if self._sum is not None and self._equality is not None:
+    def _compare(self, equality: DelayedEquality) -> None:
+        """Looks at what was sent before, and sends what was summed up since on its way. Collective."""
+        if equality.differ():
+            self._look_closely()
+        elif self._sum is not None:
             self._given = _read(*self._sum), self._summed
-            self._equality.give(self._given[0])
+            equality.give(self._given[0])
+        self._sum = None
 
     def _tensors(self) -> dict[str, Tensor]:
         return replicated(list(self.model.named_parameters()), self.optimizer)
@@ -174,8 +169,7 @@ def _names(pieces: list[Piece], tensors: dict[str, Tensor]) -> str:
     """What pieces are of, in words."""
     pointers = {piece.tensor.data_ptr() for piece in pieces}
     names = [name for name, tensor in tensors.items() if tensor.data_ptr() in pointers]
-    some = ", ".join(names[:MOST_NAMED]) + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")
-    return f"one of {some}" if len(names) > 1 else some
+    return f"one of {some_of(names)}" if len(names) > 1 else some_of(names)
 
 
 def _read_later(value: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

@@ -73,8 +73,13 @@ def heal(strays: Strays, tensor: Tensor, world: World) -> None:
 
 def _who(strays: Strays, world: World) -> str:
     hosts = world.comm.allgather(world.host)
-    who = ", ".join(f"{rank} ({hosts[rank]})" for rank in strays.ranks[:MOST_NAMED])
-    return who + (f" and {len(strays.ranks) - MOST_NAMED} more" if len(strays.ranks) > MOST_NAMED else "")
+    return some_of([f"{rank} ({hosts[rank]})" for rank in strays.ranks])
+
+
+def some_of(words: Sequence[str]) -> str:
+    """The first ones, and how many more there are."""
+    more = f" and {len(words) - MOST_NAMED} more" if len(words) > MOST_NAMED else ""
+    return ", ".join(words[:MOST_NAMED]) + more
 
 
 def _compare(own: Tensor, theirs: Tensor) -> str:

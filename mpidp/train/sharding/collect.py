@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from mpidp.train.sharding.gather import bytes_of
-from mpidp.train.sharding.layout import Run, sources
+from mpidp.train.sharding.layout import Run, by_parameter, sources
 from mpidp.train.sharding.state import Part, State, join, select, to_host
 from mpidp.world.mpi import MPI
 
@@ -39,9 +39,7 @@ def collect(
     """
     lists: list[list[Run]] = comm.allgather([run for run, _ in held])
     found: dict[Run, list[Part]] = {run: [] for run in wanted}
-    of_parameter: dict[int, list[Run]] = {}
-    for run in found:
-        of_parameter.setdefault(run.parameter, []).append(run)
+    of_parameter = by_parameter(found, lambda run: run)
     for source in sources(numels, lists, PIECE):
         message: tuple[State, Tensor | None] | None = None
         if source.rank == comm.rank:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from mpidp.train.sharding.layout import Run, overlap, shards
+from mpidp.train.sharding.layout import Run, by_parameter, overlap, shards
 from mpidp.train.sharding.optimizer import ShardedOptimizer
 from mpidp.train.sharding.saved import RANKS, SHAPES, ReadRank, SavedPart, like, plain_state, to_parts
 
@@ -43,9 +43,7 @@ def restore(optimizer: torch.optim.Optimizer, saved: dict[str, Any], read: ReadR
     else:
         optimizer.load_groups_state_dict(saved["param_groups"])
         of_ranks = shards([parameter.numel() for parameter in like(saved)], saved[RANKS])
-        wanted: dict[int, list[Run]] = {}
-        for run in optimizer.runs:
-            wanted.setdefault(run.parameter, []).append(run)
+        wanted = by_parameter(optimizer.runs, lambda run: run)
         needed = [rank for rank, runs in enumerate(of_ranks) if _meet(runs, wanted)]
         optimizer.load_parts(part for rank in needed for part in to_parts(read(rank)))
 

@@ -5,8 +5,11 @@ only where a parameter has a multiple of `BLOCK` elements before it, so that vec
 they would do with it in the whole parameter.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
 
 BLOCK = 64  # elements; at least as many as any vector kernel of torch takes at once
 
@@ -112,6 +115,19 @@ def _cover(parameter: int, numel: int, held: Sequence[Source], piece: int) -> It
         stop = min(best.run.stop, start + piece)
         yield Source(Run(parameter, start, stop), best.rank, best.index)
         start = stop
+
+
+def by_parameter(items: Iterable[T], run_of: Callable[[T], Run]) -> dict[int, list[T]]:
+    """Runs, or what has one, of each parameter, in their order."""
+    found: dict[int, list[T]] = {}
+    for item in items:
+        found.setdefault(run_of(item).parameter, []).append(item)
+    return found
+
+
+def place(run: Run, within: Run) -> slice:
+    """Where a run lies in another that holds it."""
+    return slice(run.start - within.start, run.stop - within.start)
 
 
 def overlap(one: Run, other: Run) -> Run | None:

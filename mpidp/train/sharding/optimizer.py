@@ -17,9 +17,9 @@ from mpidp.train.bits import Piece
 from mpidp.train.sharding.channel import make_channel
 from mpidp.train.sharding.collect import collect
 from mpidp.train.sharding.gather import Gather
-from mpidp.train.sharding.layout import Run, holders, shards
+from mpidp.train.sharding.layout import Run, by_parameter, holders, shards
 from mpidp.train.sharding.shard import Shard, is_dense
-from mpidp.train.sharding.state import Part, by_parameter, cut, full_state_dict, join
+from mpidp.train.sharding.state import Part, cut, full_state_dict, join, run_of
 from mpidp.train.signature import check_same
 from mpidp.world import communicators, tolerance
 from mpidp.world.abort import SHARED_MARK
@@ -190,7 +190,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def load_parts(self, parts: Iterable[Part]) -> None:
         """Takes what this rank holds out of parts that together hold all of that, cut as they may be."""
-        found = by_parameter(parts)
+        found = by_parameter(parts, run_of)
         self._shard.hold(self._mine, [join(run, found.get(run.parameter, ())) for run in self._mine])
 
     def __getstate__(self) -> dict[str, Any]:

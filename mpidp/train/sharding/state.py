@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mpidp.errors import MpidpError
 from mpidp.train.bits import flat_like
-from mpidp.train.sharding.layout import Run, overlap
+from mpidp.train.sharding.layout import Run, by_parameter, overlap, place
 
 State = dict[str, Any]
 Part = tuple[Run, State]
@@ -41,8 +41,6 @@ def join(run: Run, parts: Iterable[Part]) -> State:
         common = overlap(run, other)
         if common is None:
             continue
-        target = slice(common.start - run.start, common.stop - run.start)
-        source = slice(common.start - other.start, common.stop - other.start)
         for name, value in state.items():
             if not _is_cut(value):
                 joined[name] = value.clone() if isinstance(value, Tensor) else value
@@ -51,7 +49,7 @@ def join(run: Run, parts: Iterable[Part]) -> State:
                 raise _uncuttable(name, value, f"{other.numel} elements")
             if name not in joined:
                 joined[name] = torch.empty(run.numel, dtype=value.dtype, device=value.device)
-            joined[name][target].copy_(value[source])
+            joined[name][place(common, run)].copy_(value[place(common, other)])
     return joined
 
 
@@ -74,16 +72,13 @@ def select(run: Run, part: Part) -> Part | None:
     common = overlap(run, part[0])
     if common is None:
         return None
-    inside = slice(common.start - part[0].start, common.stop - part[0].start)
+    inside = place(common, part[0])
     return common, {name: value[inside] if _is_cut(value) else value for name, value in part[1].items()}
 
 
-def by_parameter(parts: Iterable[Part]) -> dict[int, list[Part]]:
-    """The parts of each parameter."""
-    found: dict[int, list[Part]] = {}
-    for part in parts:
-        found.setdefault(part[0].parameter, []).append(part)
-    return found
+def run_of(part: Part) -> Run:
+    """The run whose state it is."""
+    return part[0]
 
 
 def to_host(state: State) -> State:
@@ -99,7 +94,7 @@ def full_state_dict(groups: Sequence[dict[str, Any]], parameters: Sequence[Tenso
         parameters: give shapes and strides, in the order of their numbers.
         parts: of all parameters that have a state.
     """
-    found = by_parameter(parts)
+    found = by_parameter(parts, run_of)
     states = {number: whole(parameters[number], number, found.pop(number)) for number in sorted(found)}
     return {"state": {number: state for number, state in states.items() if state}, "param_groups": list(groups)}
 
