@@ -198,6 +198,7 @@ def test_a_wrong_word_ends_with_2_and_the_way_out(
 def test_only_rank_0_of_the_launcher_speaks(
     words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delitem(sys.modules, "mpidp.world.start", raising=False)  # another test may have started MPI here
     monkeypatch.setenv("PMI_RANK", "1")
     assert main(words) == 2
     assert capsys.readouterr() == ("", "")
