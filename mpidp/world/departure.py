@@ -11,8 +11,9 @@ import signal
 import sys
 import time
 
-from mpidp.world import tolerance
+from mpidp.world import mpi, tolerance
 from mpidp.world.abort import AbortGuard
+from mpidp.world.last_wait import last_wait
 from mpidp.world.mpi import ENDS_MPI, MPI
 from mpidp.world.status import status
 from mpidp.world.watchdog import Watchdog
@@ -37,13 +38,22 @@ class Departure:
         self._guard = guard
         self._is_over = False
         self._process = os.getpid()
-        atexit.register(self)
+        if ENDS_MPI:
+            mpi.before_end.append(self)
+        else:
+            atexit.register(self)
         # MPI deletes the attributes of COMM_SELF first when it ends, and still works then.
-        self._key = MPI.Comm.Create_keyval(delete_fn=lambda comm, key, value: self())
+        self._key = MPI.Comm.Create_keyval(delete_fn=lambda comm, key, value: self._leave())
         MPI.COMM_SELF.Set_attr(self._key, True)
 
     def __call__(self) -> None:
         """Waits until all ranks have left. Collective."""
+        if not self._is_over:
+            self._leave()
+            if os.getpid() == self._process:
+                MPI.COMM_SELF.Delete_attr(self._key)
+
+    def _leave(self) -> None:
         if self._is_over or os.getpid() != self._process:
             return
         self._is_over = True
@@ -51,16 +61,24 @@ class Departure:
         self.watchdog.wake()
         if self.watchdog.post is not None:
             request = self.watchdog.post.comm.Ibarrier()
-            while not self._have_left(request):
-                if self.watchdog.missed:
-                    self._end_job()
-                    return
-                time.sleep(PAUSE_S)
+            with status.waiting("the job's end", self.watchdog.size):
+                while not self._have_left(request):
+                    if self.watchdog.missed:
+                        self._end_job()
+                        return
+                    time.sleep(PAUSE_S)
         if tolerance.is_on():
             self.watchdog.abandon()  # the last one here may meet ranks that are gone already
         else:
+            self._close()
+
+    def _close(self) -> None:
+        """From here to the end of MPI ranks wait for each other without a watchdog."""
+        timeout_s = self.watchdog.abort_s
+        if timeout_s and self.watchdog.post is not None:  # without it, others may be at work still
+            mpi.end_timeout_s = timeout_s + min(self.watchdog.rank, 2)  # one rank ends the job, and says so
+        with last_wait(mpi.end_timeout_s):
             self.watchdog.close()
-        MPI.COMM_SELF.Delete_attr(self._key)
 
     def _have_left(self, request: MPI.Request) -> bool:
         """Whether all ranks are here; of one that died nobody waits for anything any more."""

@@ -7,10 +7,12 @@ must be able to end the job with its own exit code (`mpidp.world.departure`).
 import atexit
 import os
 import sys
+from collections.abc import Callable
 
 import mpi4py
 
 from mpidp.errors import LaunchError
+from mpidp.world.last_wait import last_wait
 
 mpi4py.rc.initialize = False  # mpidp.init() starts MPI, so that an import on a login node does not
 # Whoever imported it first has settled how it ends.
@@ -27,13 +29,19 @@ except RuntimeError as error:  # what mpi4py raises when it finds no library to 
 
 __all__ = ["ENDS_MPI", "MPI"]
 _process = os.getpid()
+before_end: list[Callable[[], None]] = []  # called first
+end_timeout_s = 0.0  # for the end of MPI, once all ranks are known to have come to it; 0 for none
+stays = False  # whether MPI is left as it is, because it may wait for ever for a rank that has died
 
 
 def finalize() -> None:
-    """Ends MPI, at exit."""
+    """Ends MPI, at exit: after all that users registered since they imported this package."""
+    for function in before_end:
+        function()
     # A forked child runs this, too, and MPI is its parent's.
-    if os.getpid() == _process and MPI.Is_initialized() and not MPI.Is_finalized():
-        MPI.Finalize()
+    if not stays and os.getpid() == _process and MPI.Is_initialized() and not MPI.Is_finalized():
+        with last_wait(end_timeout_s):
+            MPI.Finalize()
 
 
 if ENDS_MPI:

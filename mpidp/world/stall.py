@@ -52,8 +52,14 @@ class Seen:
 
 
 def longest_wait_s(seen: Sequence[Seen]) -> float:
-    """How long some rank has waited; 0 when none does."""
-    return max((rank.beat.wait_s for rank in seen if rank.is_waiting), default=0.0)
+    """How long some rank has waited; 0 when none does.
+
+    Ranks that have left wait for one that still works alone as long as it takes, but not for one that is silent.
+    """
+    missing = missing_ranks(seen)
+    silence_s = max((rank.age_s for rank in missing), default=0.0) if all(rank.is_silent for rank in missing) else 0.0
+    waiting = [rank.beat for rank in seen if rank.is_waiting]
+    return max((min(beat.wait_s, silence_s) if beat.has_left else beat.wait_s for beat in waiting), default=0.0)
 
 
 def missing_ranks(seen: Sequence[Seen]) -> list[Seen]:

@@ -4,7 +4,6 @@ MPI's user-level failure mitigation (ULFM, in the MPI standard's terms: process 
 rank into an error of the calls that need it. Open MPI 5 has it when `mpiexec --with-ft ulfm` starts the job.
 """
 
-import atexit
 from collections.abc import Iterator, Mapping
 
 from mpidp.world import communicators, mpi
@@ -42,7 +41,7 @@ def turn_on() -> None:
     """
     global _is_on
     _is_on = True
-    atexit.unregister(mpi.finalize)
+    mpi.stays = True
 
 
 def is_on() -> bool:

@@ -242,6 +242,8 @@ class Watchdog:
     def _watch_alone(self) -> None:
         """Reports this rank's own wait: at the limits if ranks cannot talk, else if nobody ended the job in time."""
         beat = self._told
+        if beat.has_left:
+            return  # others may work alone for as long as they like
         text = (
             f"{self.guard.tag} step {beat.step:,}, phase {beat.phase}: waits for other ranks since "
             f"{beat.wait_s:.0f} s, in {beat.wait}, at {beat.site}"

@@ -20,12 +20,31 @@ def load():
 world = mpidp.init(stall_warning_s={warning}, stall_abort_s={abort})
 world.sum([1.0])
 """
+STOP = "if world.rank == {rank}: os.kill(os.getpid(), signal.SIGSTOP)"
+# MPI takes the attributes of COMM_SELF apart, the last one first, before its ranks wait for each other in its end.
+STOP_AT_END = """
+import os, signal
+from mpidp.world.mpi import MPI
+
+MPI.Init_thread(MPI.THREAD_MULTIPLE)
+if MPI.COMM_WORLD.rank == {rank}:
+    MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: os.kill(os.getpid(), signal.SIGSTOP)), 1)
+"""
 MEET = "\nworld.any(True)\nprint('end of rank', world.rank, flush=True)\n"
 
 
-def run(folder: Path, code: str, ranks: int = 3, *, warning: float = 1.0, abort: float = 4.0) -> Result:
+def run(
+    folder: Path,
+    code: str,
+    ranks: int = 3,
+    *,
+    warning: float = 1.0,
+    abort: float = 4.0,
+    before: str = "",
+    after: str = "",
+) -> Result:
     path = folder / "script.py"
-    path.write_text(START.format(warning=warning, abort=abort) + code + MEET)
+    path.write_text(before + START.format(warning=warning, abort=abort) + code + MEET + after)
     return run_job([path], ranks, timeout_s=60)
 
 
@@ -46,7 +65,7 @@ def test_a_rank_that_sleeps(tmp_path: Path, rank: int) -> None:
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_rank_that_is_stopped(tmp_path: Path, rank: int) -> None:
     """Behaviour 32: it cannot answer, so its neighbour asks the kernel; rank 0's place is taken by the last rank."""
-    result = run(tmp_path, f"if world.rank == {rank}: os.kill(os.getpid(), signal.SIGSTOP)", abort=8.0)
+    result = run(tmp_path, STOP.format(rank=rank), abort=8.0)
     assert result.code == 1
     assert f"rank {rank} ({HOST}) does not arrive" in result.output
     assert f"rank {rank} on {HOST} does not answer: heard of" in result.output
@@ -56,9 +75,43 @@ def test_a_rank_that_is_stopped(tmp_path: Path, rank: int) -> None:
 
 def test_two_ranks_of_which_one_is_stopped(tmp_path: Path) -> None:
     """Behaviour 32."""
-    result = run(tmp_path, "if world.rank == 0: os.kill(os.getpid(), signal.SIGSTOP)", 2, abort=8.0)
+    result = run(tmp_path, STOP.format(rank=0), 2, abort=8.0)
     assert result.code == 1
     assert f"rank 0 on {HOST} does not answer" in result.output
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_stopped_when_the_work_is_done(tmp_path: Path, rank: int) -> None:
+    """Behaviour 32: the others have left, and wait for nothing but its leaving."""
+    result = run(tmp_path, "", after=STOP.format(rank=rank))
+    assert result.code == 1
+    assert result.stdout.count("end of rank") == 3
+    assert "wait in the job's end, at mpidp/world/departure.py" in result.output
+    assert f"rank {rank} on {HOST} does not answer: heard of" in result.output
+    assert "its process is stopped (SIGSTOP" in result.output
+    assert "The job ends (stall_abort_s = 4)." in result.output
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_is_stopped_in_the_end_of_mpi(tmp_path: Path, rank: int) -> None:
+    """Behaviour 32: there the watchdogs are gone and Python's lock is held; each rank says where it waits, and ends."""
+    result = run(tmp_path, "", before=STOP_AT_END.format(rank=rank))
+    assert result.code != 0
+    assert result.stdout.count("end of rank") == 3
+    assert "Timeout (0:00:0" in result.output and " in finalize\n" in result.output
+
+
+def test_a_rank_may_work_alone_when_the_others_have_left(tmp_path: Path) -> None:
+    """Behaviour 32: as rank 0 does that writes what all have found; nobody needs it for anything else."""
+    result = run(tmp_path, "", warning=0.5, abort=2.0, after="if world.rank == 0: time.sleep(8)")
+    assert result.code == 0, result.output
+    assert "stalled" not in result.output
+
+
+def test_a_program_may_end_mpi_itself(tmp_path: Path) -> None:
+    result = run(tmp_path, "", after="from mpi4py import MPI\nMPI.Finalize()\nprint('over', world.rank, flush=True)")
+    assert result.code == 0, result.output
+    assert result.stdout.count("over") == 3
 
 
 def test_a_deadlock(tmp_path: Path) -> None:

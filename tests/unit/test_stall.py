@@ -9,12 +9,14 @@ from mpidp.world.stall import Beat, Seen, deserted, longest_wait_s, missing_rank
 from mpidp.world.status import Status
 
 
-def seen(rank: int, wait_s: float = 0.0, *, silent: bool = False, left: bool = False, ranks: int = 4) -> Seen:
+def seen(
+    rank: int, wait_s: float = 0.0, *, age_s: float = 1.0, silent: bool = False, left: bool = False, ranks: int = 4
+) -> Seen:
     wait = "allreduce" if wait_s else ""
     beat = Beat(
         rank, f"node{rank // 2}", 7, "reduce" if wait else "data", 2.0, False, left, wait, ranks, wait_s, "a.py:3"
     )
-    return Seen(beat, 1.0, silent)
+    return Seen(beat, age_s, silent)
 
 
 def numbers(ranks: list[Seen]) -> list[int]:
@@ -27,6 +29,23 @@ def test_missing_is_who_does_not_wait() -> None:
     assert numbers(missing_ranks(ranks)) == [1, 2]
     assert longest_wait_s(ranks) == 70.0
     assert longest_wait_s([seen(0), seen(1)]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("missing", "wait_s"),
+    [
+        ([], 0.0),  # all leave: nobody is waited for
+        ([seen(2), seen(3)], 0.0),  # they work alone
+        ([seen(2, silent=True, age_s=20.0), seen(3)], 0.0),  # one of them does
+        ([seen(2, silent=True, age_s=20.0)], 20.0),  # silent after long work
+        ([seen(2, silent=True, age_s=90.0), seen(3, silent=True, age_s=80.0, left=True)], 70.0),
+    ],
+)
+def test_ranks_that_have_left_wait_for_silent_ones_only(missing: list[Seen], wait_s: float) -> None:
+    """Behaviour 32."""
+    assert longest_wait_s([seen(0, 70.0, left=True), seen(1, 60.0, left=True), *missing]) == wait_s
+    if missing and not missing[0].is_silent:
+        assert longest_wait_s([seen(0, 70.0, left=True), seen(1, 60.0), *missing]) == 60.0
 
 
 @pytest.mark.parametrize(
