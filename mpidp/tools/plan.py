@@ -16,6 +16,7 @@ from mpidp.hdf5.order.order import Order
 from mpidp.reduce.layout import BucketLayout, bucket_layout
 from mpidp.tools.table import size_text, table
 from mpidp.train.components.data import field_specs_of
+from mpidp.train.sharding.divisible import check_divisible
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -29,8 +30,11 @@ def plan(config: RunConfig, model: nn.Module, make_optimizer: MakeOptimizer, ran
     """Describe the shards, buckets and memory of a run on so many ranks.
 
     `model` is the run's model and `make_optimizer` builds its optimizer over a given module's parameters.
-    Reads the headers of the training files; raises `DataError` if they cannot be used.
+    Reads the headers of the training files; raises `DataError` if they cannot be used, and `MpidpError` for an
+    optimizer that is to be sharded and cannot be.
     """
+    if config.optimizer.sharded:
+        check_divisible(make_optimizer(model))
     loader = _training_loader(config)
     order = loader.order
     counts = {step: _samples_per_rank(order, step, ranks) for step in _steps_shown(order.steps())}

@@ -17,10 +17,11 @@ from mpidp.train.replicas.replicas import ReplicaCheck
 from mpidp.train.sharding import optimizer as optimizer_module
 from mpidp.train.sharding.channel import Messages, make_channel
 from mpidp.train.sharding.collect import collect
+from mpidp.train.sharding.divisible import ELEMENTWISE
 from mpidp.train.sharding.gather import Gather
 from mpidp.train.sharding.keep import own_state, restore, shared_state
 from mpidp.train.sharding.layout import Run, shards
-from mpidp.train.sharding.optimizer import ELEMENTWISE, ShardedOptimizer
+from mpidp.train.sharding.optimizer import ShardedOptimizer
 from mpidp.train.sharding.saved import RANKS, SavedPart
 from mpidp.train.sharding.state import cut
 

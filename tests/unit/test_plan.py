@@ -141,6 +141,17 @@ def test_a_dry_run_needs_no_mpi(file: str, tmp_path: Path) -> None:
     assert any(line[:5] == ["0", "float32", "2", "34", "136"] for line in lines_of(child.stdout))
 
 
+def test_a_dry_run_refuses_shards_of_what_cannot_be_divided(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Behaviours 21 and 40: as the run itself would; nobody should wait in a queue for that."""
+    words = ["train", f"--data.train={file}", "--model.name=torch.nn:Linear", "--dry-run"]
+    words += ["--model.arguments.in_features=3", "--model.arguments.out_features=2", "--optimizer.sharded=true"]
+    assert main([*words, "--optimizer.name=AdamW"]) == 0
+    assert capsys.readouterr().out.startswith("plan for")
+    assert main([*words, "--optimizer.name=LBFGS"]) == 1
+    shown = capsys.readouterr()
+    assert "LBFGS cannot be sharded" in shown.err and "AdamW" in shown.err and not shown.out
+
+
 def test_a_dry_run_under_a_launcher_plans_for_its_ranks_and_speaks_once(
     file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

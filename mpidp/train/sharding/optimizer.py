@@ -16,9 +16,10 @@ from mpidp.errors import LaunchError, MpidpError
 from mpidp.train.bits import Piece
 from mpidp.train.sharding.channel import make_channel
 from mpidp.train.sharding.collect import collect
+from mpidp.train.sharding.divisible import check_divisible
 from mpidp.train.sharding.gather import Gather
 from mpidp.train.sharding.layout import Run, by_parameter, holders, shards
-from mpidp.train.sharding.shard import Shard, is_dense
+from mpidp.train.sharding.shard import Shard
 from mpidp.train.sharding.state import Part, cut, full_state_dict, join, run_of
 from mpidp.train.signature import check_same
 from mpidp.world import communicators, tolerance
@@ -26,9 +27,6 @@ from mpidp.world.abort import SHARED_MARK
 from mpidp.world.world import World
 
 log = logging.getLogger("mpidp")
-
-# Of torch.optim, those that do with an element what they would do with it in any other tensor.
-ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -67,7 +65,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._parameters: list[nn.Parameter] = [p for group in self.param_groups for p in group["params"]]
         self._numels = [parameter.numel() for parameter in self._parameters]
         with world.together("sharding the optimizer"):
-            _check(optimizer, self._parameters)
+            check_divisible(optimizer)
         check_same(world, [f"copies={copies}", *_describe(optimizer)], "the sharded optimizers")
         whole = [dict(optimizer.state.get(parameter, {})) for parameter in self._parameters]
         self._shard = Shard(optimizer)
@@ -233,26 +231,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _cut(self, whole: list[dict[str, Any]], run: Run) -> dict[str, Any]:
         return cut(whole[run.parameter], self._parameters[run.parameter], run)
-
-
-def _check(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
-    """Raises MpidpError for what cannot be cut."""
-    kind = type(optimizer)
-    is_known = kind.__module__.startswith("torch.optim.") and kind.__name__ in ELEMENTWISE
-    if not is_known and not getattr(kind, "elementwise", False):
-        raise MpidpError(
-            f"{kind.__qualname__} cannot be sharded: its step may mix the elements of a parameter. Use one of "
-            f"{', '.join(ELEMENTWISE)}; a class of your own promises the contrary by an attribute elementwise = True"
-        )
-    if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
-        raise MpidpError("a scheduler holds the optimizer to be sharded: make it afterwards, over the sharded one")
-    for number, parameter in enumerate(parameters):
-        if not is_dense(parameter):
-            raise MpidpError(
-                f"parameter {number} of shape {tuple(parameter.shape)} does not lie densely in memory (strides "
-                f"{tuple(parameter.stride()) if parameter.layout is torch.strided else parameter.layout}), and cannot "
-                f"be sharded: make it contiguous"
-            )
 
 
 def _describe(optimizer: torch.optim.Optimizer) -> list[str]:
