@@ -25,8 +25,8 @@ _REASONS = {
 }
 
 
-def flush_folder(path: Path) -> None:
-    """Makes names in a folder durable: without it a file or a rename may be lost with the power.
+def flush(path: Path) -> None:
+    """Makes what is in a file, or the names in a folder, durable: else it may be lost with the power.
 
     Raises:
         OSError: it is not there, or the disk failed.

@@ -7,7 +7,7 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
-from mpidp.train.checkpoints.disk import as_checkpoint_error, flush_folder
+from mpidp.train.checkpoints.disk import as_checkpoint_error, flush
 from mpidp.train.checkpoints.manifest import ALGORITHM, File
 from mpidp.world.status import status
 
@@ -26,8 +26,8 @@ def write_parts(folder: Path, parts: dict[str, dict[str, Any]]) -> tuple[File, .
             for name, state in parts.items():
                 path = folder / name
                 files.append(write_part(path, state))
-            flush_folder(folder)
-            flush_folder(folder.parent)
+            flush(folder)
+            flush(folder.parent)
     except Exception as error:
         raise as_checkpoint_error(error, path) from error
     return tuple(files)

@@ -7,12 +7,13 @@ folder appears by a rename, and older ones go only when the new one is on the di
 import logging
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from mpidp.errors import CheckpointError
 from mpidp.train.checkpoints import manifest as manifests
 from mpidp.train.checkpoints.checkpoint import by_step, newest_first
-from mpidp.train.checkpoints.disk import as_checkpoint_error, flush_folder
+from mpidp.train.checkpoints.disk import as_checkpoint_error, flush
 from mpidp.train.checkpoints.manifest import File, Manifest
 from mpidp.world.status import status
 
@@ -22,7 +23,9 @@ _NEW_LATEST = ".latest"
 log = logging.getLogger("mpidp")
 
 
-def complete(partial: Path, final: Path, manifest: Manifest, keep: int) -> tuple[File, ...]:
+def complete(
+    partial: Path, final: Path, manifest: Manifest, keep: int, relies_on: Sequence[Path] = ()
+) -> tuple[File, ...]:
     """Publishes a checkpoint and tidies up; returns its files.
 
     Args:
@@ -30,12 +33,15 @@ def complete(partial: Path, final: Path, manifest: Manifest, keep: int) -> tuple
         final: what the checkpoint is to be called.
         manifest: what the ranks wrote.
         keep: how many checkpoints to keep; at least 1.
+        relies_on: files and folders elsewhere that, where they exist, are on the disk before it.
 
     Raises:
         CheckpointError: the file system refuses; says what and why, and whether the checkpoint is complete.
     """
     try:
         with status.working("publish a checkpoint"):
+            for path in filter(Path.exists, relies_on):  # what somebody has removed is no reason to save nothing
+                flush(path)
             publish(partial, final, manifest)
     except Exception as error:
         raise as_checkpoint_error(error, partial) from error
@@ -65,11 +71,11 @@ def publish(partial: Path, final: Path, manifest: Manifest) -> None:
         file.write(manifest.text())
         file.flush()
         os.fsync(file.fileno())
-    flush_folder(partial)
+    flush(partial)
     if final.exists():  # an earlier attempt at the same step, passed over by a resume from an older one
         _remove(final)
     partial.rename(final)
-    flush_folder(final.parent)
+    flush(final.parent)
 
 
 def tidy(final: Path, keep: int) -> None:
@@ -116,7 +122,7 @@ def _point_to(final: Path) -> None:
     if latest.is_dir() and not latest.is_symlink():  # the run folder was copied by something that follows links
         shutil.rmtree(latest)
     link.replace(latest)
-    flush_folder(final.parent)
+    flush(final.parent)
 
 
 def _prune(final: Path, keep: int) -> None:

@@ -9,7 +9,7 @@ after the same step.
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +74,7 @@ class Saver:
         background: go on training while files are written; else `save` returns when the checkpoint is complete.
         on_failure: "stop" raises a failure on all ranks; "warn" prints it, once, and the run goes on.
         newest: the checkpoint that this run continues.
+        relies_on: files and folders elsewhere without which a checkpoint is of less use; on the disk before it.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Saver:
         background: bool = True,
         on_failure: str = "stop",
         newest: Path | None = None,
+        relies_on: Sequence[Path] = (),
     ):
         self.world = world
         self.folder = folder
@@ -92,6 +94,7 @@ class Saver:
         self.background = background
         self.on_failure = on_failure
         self.newest = newest
+        self.relies_on = tuple(relies_on)
         self.failure: CheckpointError | None = None
         # Ranks that still write for a run that is long dead must not find the folder of this one.
         self._token: str = world.broadcast(secrets.token_hex(4))
@@ -240,7 +243,8 @@ class Saver:
             manifests.ALGORITHM,
             tuple(sorted((file for of_rank in files for file in of_rank), key=lambda file: file.name)),
         )
-        return self._thread.submit(complete, save.partial, self.folder / folder_name(save.step), manifest, self.keep)
+        final = self.folder / folder_name(save.step)
+        return self._thread.submit(complete, save.partial, final, manifest, self.keep, self.relies_on)
 
     def _share(self, error: BaseException | None) -> None:
         assert error is None or isinstance(error, CheckpointError)

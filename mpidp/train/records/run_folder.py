@@ -28,6 +28,7 @@ class RunFolder:
 
     def __init__(self, path: Path):
         self.path = path
+        self.config = path / "config.toml"
         self.metrics = path / "metrics.jsonl"
         self.trace = path / "trace.json"
         self.checkpoints = path / "checkpoints"
@@ -42,7 +43,7 @@ class RunFolder:
             if world.rank == 0:
                 folder.checkpoints.mkdir()
                 folder.logs.mkdir()
-                (folder.path / "config.toml").write_text(to_toml(config))
+                folder.config.write_text(to_toml(config))
         folder._describe(world)
         return folder
 
@@ -66,6 +67,12 @@ class RunFolder:
                 f"--resume {self.path}: no run folder there (no {self.checkpoints}). Give the folder that the first "
                 f"run printed, for example runs/digits."
             )
+
+    def to_flush(self) -> list[Path]:
+        """What must outlive a power cut, so that a checkpoint in it is of use: its records, and the way to it."""
+        parent = self.path.parent
+        # Who may make a folder somewhere may not always list that place, and thereby not flush it.
+        return [self.config, self.metrics, self.path, *([parent] if os.access(parent, os.R_OK) else [])]
 
     def close(self) -> None:
         """Ends this rank's log: another run in this process has its own."""
