@@ -33,7 +33,7 @@ def make_saver(trainer: "Trainer", newest: Path | None) -> Saver:
         background=section.background,
         on_failure=section.on_failure,
         newest=newest,
-        relies_on=trainer.folder.to_flush(),
+        relies_on=(trainer.folder.config, trainer.folder.metrics),
     )
 
 

@@ -1,7 +1,7 @@
 """A rank whose main program is over comes in; it leaves when all others are over too, or ends a job that misses it.
 
 MPI's own end waits for the other ranks as well, but there nobody notices that they wait for a call this rank will
-never make.
+never make, nor can say for whom.
 """
 
 import atexit
@@ -39,10 +39,11 @@ class Departure:
         self._is_over = False
         self._process = os.getpid()
         if ENDS_MPI:
-            mpi.before_end.append(self)
+            mpi.before_end(self)
         else:
             atexit.register(self)
-        # MPI deletes the attributes of COMM_SELF first when it ends, and still works then.
+        # MPI deletes the attributes of COMM_SELF first when it ends, and still works then. It is deleting this one
+        # when it calls, so it must not be told to do so once more.
         self._key = MPI.Comm.Create_keyval(delete_fn=lambda comm, key, value: self._leave())
         MPI.COMM_SELF.Set_attr(self._key, True)
 
@@ -75,10 +76,13 @@ class Departure:
     def _close(self) -> None:
         """From here to the end of MPI ranks wait for each other without a watchdog."""
         timeout_s = self.watchdog.abort_s
-        if timeout_s and self.watchdog.post is not None:  # without it, others may be at work still
-            mpi.end_timeout_s = timeout_s + min(self.watchdog.rank, 2)  # one rank ends the job, and says so
-        with last_wait(mpi.end_timeout_s):
+        if timeout_s == 0 or self.watchdog.post is None:  # without letters, others may be at work still
             self.watchdog.close()
+            return
+        timeout_s += min(self.watchdog.rank, 2)  # so that one rank ends the job, and says so
+        with last_wait(timeout_s):
+            self.watchdog.close()
+        mpi.limit_end(timeout_s)
 
     def _have_left(self, request: MPI.Request) -> bool:
         """Whether all ranks are here; of one that died nobody waits for anything any more."""

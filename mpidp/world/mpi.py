@@ -27,20 +27,37 @@ except RuntimeError as error:  # what mpi4py raises when it finds no library to 
         f"`pip install mpich`; or name the library's file in MPI4PY_LIBMPI."
     ) from error
 
-__all__ = ["ENDS_MPI", "MPI"]
+__all__ = ["ENDS_MPI", "MPI", "before_end", "limit_end", "never_end"]
 _process = os.getpid()
-before_end: list[Callable[[], None]] = []  # called first
-end_timeout_s = 0.0  # for the end of MPI, once all ranks are known to have come to it; 0 for none
-stays = False  # whether MPI is left as it is, because it may wait for ever for a rank that has died
+_before_end: list[Callable[[], None]] = []
+_end_timeout_s = 0.0
+_ends = True
+
+
+def before_end(function: Callable[[], None]) -> None:
+    """Has a function called at exit, when all others that are called at exit were, and before MPI ends."""
+    _before_end.append(function)
+
+
+def limit_end(timeout_s: float) -> None:
+    """How long the end of MPI may take; to be called when all ranks are known to have come to it."""
+    global _end_timeout_s
+    _end_timeout_s = timeout_s
+
+
+def never_end() -> None:
+    """MPI is left as it is at exit: its end may wait for ever for a rank that has died."""
+    global _ends
+    _ends = False
 
 
 def finalize() -> None:
     """Ends MPI, at exit: after all that users registered since they imported this package."""
-    for function in before_end:
+    for function in _before_end:
         function()
     # A forked child runs this, too, and MPI is its parent's.
-    if not stays and os.getpid() == _process and MPI.Is_initialized() and not MPI.Is_finalized():
-        with last_wait(end_timeout_s):
+    if _ends and os.getpid() == _process and MPI.Is_initialized() and not MPI.Is_finalized():
+        with last_wait(_end_timeout_s):
             MPI.Finalize()
 
 

@@ -6,7 +6,7 @@ watchdog's thread reads it whenever it likes. While `spans` is there, it is all 
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -42,6 +42,7 @@ class Status:
         has_left: whether the main program is over.
         waits: by thread, what it waits in.
         spans: what collects all this for a trace; None as long as nobody asked for one.
+        announce: called when a phase begins that may take long; tells the other ranks.
     """
 
     def __init__(self) -> None:
@@ -52,6 +53,7 @@ class Status:
         self.has_left = False
         self.waits: dict[int, Wait] = {}
         self.spans: Spans | None = None
+        self.announce: Callable[[], None] = lambda: None
 
     def enter(self, phase: str, is_long: bool = False) -> None:
         """A phase begins."""
@@ -59,6 +61,8 @@ class Status:
             if self.spans is not None:
                 self.spans.end_phase(self.phase)
             self.phase, self.since, self.is_long = phase, time.monotonic(), is_long
+            if is_long:
+                self.announce()
 
     @contextmanager
     def during(self, phase: str, is_long: bool = False) -> Iterator[None]:

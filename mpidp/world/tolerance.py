@@ -41,7 +41,7 @@ def turn_on() -> None:
     """
     global _is_on
     _is_on = True
-    mpi.stays = True
+    mpi.never_end()
 
 
 def is_on() -> bool:

@@ -24,7 +24,7 @@ def watch_rank(comm: MPI.Intracomm, host: str, node: int, guard: AbortGuard) -> 
     may_talk = bool(reduced(comm, MPI.Query_thread() == MPI.THREAD_MULTIPLE, MPI.LAND))
     Terminated(guard)
     watchdog = Watchdog(comm, host, node, guard, may_talk)
-    guard.before_abort = watchdog.silence
+    guard.before_abort, status.announce = watchdog.silence, watchdog.announce
     _departures.append(Departure(watchdog, guard))
     return watchdog
 
@@ -46,7 +46,7 @@ def watch_again(
     before.abandon()
     watchdog = Watchdog(comm, host, node, guard, may_talk=before.post is not None)
     watchdog.configure(before.warning_s, before.abort_s)
-    guard.before_abort = watchdog.silence
+    guard.before_abort, status.announce = watchdog.silence, watchdog.announce
     for departure in _departures:
         departure.watchdog = watchdog
     return watchdog

@@ -8,16 +8,16 @@ nothing of it. A rank that left while others wait for it is told so, and ends th
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mpidp.world import stacks
 from mpidp.world.abort import AbortGuard
+from mpidp.world.inquiry import ANSWER_S, ASK, LOOK, Inquiry
 from mpidp.world.mpi import MPI
 from mpidp.world.post import Post
 from mpidp.world.silent_stack import Address, look_at, prepare
-from mpidp.world.stall import Beat, Seen, deserted, longest_wait_s, missing_ranks, named, report, to_describe, waits
+from mpidp.world.stall import Beat, Seen, deserted, named, waits
 from mpidp.world.status import Wait, status
 from mpidp.world.tolerance import is_survived
 
@@ -28,43 +28,19 @@ TICK_S = 1.0  # between two looks; shorter only where warnings are asked for soo
 RANKS_A_TICK = 256  # beyond so many ranks, looks become rarer, so that the watching rank has as little to read
 QUIET_TICKS = 5  # between two letters of a rank that has nothing to tell
 SILENT_TICKS = 3 * QUIET_TICKS
-ANSWER_S = 2.0  # for a rank to tell where it is
 LEFT_S = 1.5  # that others wait after a rank was seen to leave
 LEFT_END_S = 5.0  # for the rank that left to end the job with its own code
 END_TIMEOUT_S = 5.0
+ANNOUNCE_S, ANNOUNCE_POLL_S = 2.0, 0.002
 
 
 @dataclass(frozen=True)
 class Letter:
-    """From rank to rank. Kinds: beat, ask, look, answer, missed, end."""
+    """From rank to rank. Kinds: beat, watched, ask, look, answer, missed, end."""
 
     kind: str
     sender: int
-    content: Any = None
-
-
-@dataclass
-class _Incident:
-    """A stall that is being looked into.
-
-    Attributes:
-        ends_job: whether the report is the last one.
-        since: when ranks were asked, by the watchdog's clock.
-        asked: the ranks that were asked, or whose node was.
-        answers: what came.
-        is_told: whether the report is out.
-    """
-
-    ends_job: bool
-    since: float
-    asked: list[Seen]
-    answers: dict[int, str] = field(default_factory=dict)
-    is_told: bool = False
-
-    def is_outdated(self, seen: Sequence[Seen]) -> bool:
-        """Whether a rank that was asked has turned out to be silent, before the report: its neighbour knows more."""
-        unanswered = [rank for rank in self.asked if rank.beat.rank not in self.answers]
-        return not self.is_told and any(seen[rank.beat.rank].is_silent and not rank.is_silent for rank in unanswered)
+    content: Any
 
 
 class Watchdog:
@@ -89,10 +65,12 @@ class Watchdog:
         self._people: list[tuple[int, str, Address]] = comm.allgather((node, host, prepare()))
         self._clock, self._last_look = 0.0, time.monotonic()
         self._first_seen: tuple[Wait | None, float] = (None, 0.0)
+        self._watched_at = float("-inf")
         self._beats = {rank: (Beat(rank, host), 0.0) for rank, (_, host, _) in enumerate(self._people)}
         self._left_at: dict[int, float] = {}
         self._told, self._told_at = Beat(self.rank, host), float("-inf")
-        self._incident: _Incident | None = None
+        nodes = [number for number, _, _ in self._people]
+        self._inquiry = Inquiry(nodes, self._send, self._say, self._end_job)
         self._end: tuple[float, str] | None = None
         self._has_warned = False
         self._stop = threading.Event()
@@ -124,6 +102,13 @@ class Watchdog:
         """There is something to tell now."""
         self._wake.set()
 
+    def announce(self) -> None:
+        """Waits until the others are told that this rank may take long: in what it does now it may not answer them."""
+        end = time.monotonic() + ANNOUNCE_S
+        self.wake()
+        while not self._told.is_long and self._thread.is_alive() and time.monotonic() < end:
+            time.sleep(ANNOUNCE_POLL_S)
+
     def abandon(self) -> None:
         """Ends the thread. The communicator stays: one of its ranks has died. Not collective."""
         self._stop.set()
@@ -137,6 +122,11 @@ class Watchdog:
         self._thread.join(END_TIMEOUT_S)
         if self.post is not None and not self._thread.is_alive():
             self.post.close()
+
+    @property
+    def _silent_s(self) -> float:
+        """Seconds after which one of whom nothing is heard is taken for one that does not answer."""
+        return SILENT_TICKS * self.tick_s
 
     @property
     def tick_s(self) -> float:
@@ -176,21 +166,25 @@ class Watchdog:
             self._beats[beat.rank] = beat, self._clock
             if beat.has_left:
                 self._left_at.setdefault(beat.rank, self._clock)
-        elif letter.kind == "ask":
+            if 0 < self.abort_s < beat.wait_s:
+                self._send(beat.rank, "watched")
+        elif letter.kind == "watched":
+            self._watched_at = self._clock
+        elif letter.kind == ASK:
             text = "its main thread:\n" + stacks.stack(stacks.main_thread())
-            self._send(letter.sender, Letter("answer", self.rank, (self.rank, text)))
-        elif letter.kind == "look":
+            self._send(letter.sender, "answer", (self.rank, text))
+        elif letter.kind == LOOK:
             text = look_at(self._people[letter.content][2])
-            self._send(letter.sender, Letter("answer", self.rank, (letter.content, text)))
-        elif letter.kind == "answer" and self._incident is not None:
-            rank, text = letter.content
-            self._incident.answers[rank] = text
+            self._send(letter.sender, "answer", (letter.content, text))
+        elif letter.kind == "answer":
+            self._inquiry.answered(*letter.content)
         elif letter.kind == "missed":
             self.missed = letter.content
         elif letter.kind == "end" and self._end is None:
             self._end = self._clock + LEFT_END_S, letter.content
 
-    def _send(self, rank: int, letter: Letter) -> None:
+    def _send(self, rank: int, kind: str, content: Any = None) -> None:
+        letter = Letter(kind, self.rank, content)
         if rank == self.rank:
             self._take(letter)
         elif self.post is not None:
@@ -200,10 +194,11 @@ class Watchdog:
         """Sends a beat where there is news, or nothing has been heard of this rank for a while."""
         beat, told = self._beat(), self._told
         is_news = beat.wait_s > self.tick_s or beat.has_left or bool(told.wait) != bool(beat.wait)
+        is_news = is_news or beat.is_long != told.is_long
         if is_news or self._clock - self._told_at > QUIET_TICKS * self.tick_s:
             self._told, self._told_at = beat, self._clock
             for observer in {0, self.size - 1}:
-                self._send(observer, Letter("beat", self.rank, beat))
+                self._send(observer, "beat", beat)
 
     def _beat(self) -> Beat:
         wait = status.longest_wait()
@@ -224,7 +219,7 @@ class Watchdog:
         return replace(beat, wait=wait.name, wait_ranks=wait.ranks, wait_s=wait_s, site=stacks.call_site(wait.thread))
 
     def _seen(self) -> list[Seen]:
-        silent_s = SILENT_TICKS * self.tick_s
+        silent_s = self._silent_s
         ages = {rank: self._clock - heard for rank, (_, heard) in self._beats.items()}
         return [Seen(beat, ages[rank], ages[rank] > silent_s) for rank, (beat, _) in sorted(self._beats.items())]
 
@@ -237,19 +232,21 @@ class Watchdog:
             return
         self._watch_left(seen)
         if self._end is None:
-            self._watch_stall(seen)
+            self._inquiry.look(seen, self._clock, self.warning_s, self.abort_s)
 
     def _watch_alone(self) -> None:
-        """Reports this rank's own wait: at the limits if ranks cannot talk, else if nobody ended the job in time."""
+        """Reports this rank's own wait: at the limits if ranks cannot talk, else when nobody watches any more.
+
+        Whoever watches may know that the wait is for a phase that takes long.
+        """
         beat = self._told
-        if beat.has_left:
-            return  # others may work alone for as long as they like
         text = (
             f"{self.guard.tag} step {beat.step:,}, phase {beat.phase}: waits for other ranks since "
             f"{beat.wait_s:.0f} s, in {beat.wait}, at {beat.site}"
         )
-        grace_s = 0.0 if self.post is None else SILENT_TICKS * self.tick_s + 2 * ANSWER_S
-        if 0 < self.abort_s < beat.wait_s - grace_s:
+        grace_s = 0.0 if self.post is None else self._silent_s + 2 * ANSWER_S
+        is_watched = self.post is not None and self._clock - self._watched_at < self._silent_s
+        if 0 < self.abort_s < beat.wait_s - grace_s and not is_watched:
             self._end_job(f"{text}. The job ends (stall_abort_s = {self.abort_s:g}).")
         if self.post is None and 0 < self.warning_s <= beat.wait_s:
             if not self._has_warned:
@@ -267,57 +264,9 @@ class Watchdog:
             return
         text = f"left the job, its main program being over, while others wait for it: {'; '.join(waits(waiting))}"
         first = left[0].beat.rank
-        self._send(first, Letter("missed", self.rank, text))
-        self._send(waiting[0].beat.rank, Letter("end", self.rank, f"mpidp: {named(left)} {text}"))
+        self._send(first, "missed", text)
+        self._send(waiting[0].beat.rank, "end", f"mpidp: {named(left)} {text}")
         self._end = self._clock + 2 * LEFT_END_S, f"mpidp: {named(left)} {text}"
-
-    def _watch_stall(self, seen: list[Seen]) -> None:
-        wait_s, missing = longest_wait_s(seen), missing_ranks(seen)
-        is_excused = any(rank.beat.is_long for rank in missing)
-        ends_job = 0 < self.abort_s <= wait_s and not is_excused
-        is_stalled = 0 < self.warning_s <= wait_s and not (is_excused and not any(rank.is_silent for rank in missing))
-        incident = self._incident
-        if not is_stalled and not ends_job:
-            if incident is not None and incident.is_told:
-                self._say("mpidp: the stall is over, all ranks go on.")
-            self._incident = None
-        elif incident is None or (ends_job and not incident.ends_job) or incident.is_outdated(seen):
-            self._incident = _Incident(ends_job, self._clock, to_describe(seen))
-            self._ask(seen)
-        elif not incident.is_told:
-            has_all = len(incident.answers) == len(incident.asked)
-            if has_all or self._clock - incident.since > ANSWER_S:
-                self._report(incident, seen, wait_s)
-
-    def _ask(self, seen: list[Seen]) -> None:
-        """Asks ranks where they are, and a neighbour on the node of those that do not answer."""
-        assert self._incident is not None
-        answering = [rank.beat.rank for rank in seen if not rank.is_silent]
-        for rank in self._incident.asked:
-            number = rank.beat.rank
-            if not rank.is_silent:
-                self._send(number, Letter("ask", self.rank))
-                continue
-            node = self._people[number][0]
-            neighbour = next((other for other in answering if self._people[other][0] == node), None)
-            if neighbour is None:
-                self._incident.answers[number] = "and no rank of its node does"
-            else:
-                self._send(neighbour, Letter("look", self.rank, number))
-
-    def _report(self, incident: _Incident, seen: list[Seen], wait_s: float) -> None:
-        incident.is_told = True
-        if incident.ends_job:
-            then = f"The job ends (stall_abort_s = {self.abort_s:g})."
-        elif self.abort_s:
-            then = f"The job ends when this has lasted for {self.abort_s:g} s (stall_abort_s)."
-        else:
-            then = "The job goes on waiting (stall_abort_s = 0)."
-        text = report(seen, incident.answers, wait_s, then)
-        if incident.ends_job:
-            self._end_job(text)
-        else:
-            self._say(text)
 
     def _say(self, text: str) -> None:
         log.info("%s", text)

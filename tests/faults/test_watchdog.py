@@ -92,6 +92,16 @@ def test_a_rank_that_is_stopped_when_the_work_is_done(tmp_path: Path, rank: int)
     assert "The job ends (stall_abort_s = 4)." in result.output
 
 
+@pytest.mark.parametrize("moment", ["work", "end"])
+def test_both_ranks_that_watch_are_stopped(tmp_path: Path, moment: str) -> None:
+    """Behaviour 32: the others notice that nobody answers them."""
+    stop = "if world.rank != 1: os.kill(os.getpid(), signal.SIGSTOP)"
+    result = run(tmp_path, stop, abort=2.0) if moment == "work" else run(tmp_path, "", abort=2.0, after=stop)
+    assert result.code == 1
+    assert f"[rank 1 of 3 on {HOST}] step 0, phase start: waits for other ranks since" in result.output
+    assert "The job ends (stall_abort_s = 2)." in result.output
+
+
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_rank_that_is_stopped_in_the_end_of_mpi(tmp_path: Path, rank: int) -> None:
     """Behaviour 32: there the watchdogs are gone and Python's lock is held; each rank says where it waits, and ends."""
@@ -103,9 +113,15 @@ def test_a_rank_that_is_stopped_in_the_end_of_mpi(tmp_path: Path, rank: int) -> 
 
 def test_a_rank_may_work_alone_when_the_others_have_left(tmp_path: Path) -> None:
     """Behaviour 32: as rank 0 does that writes what all have found; nobody needs it for anything else."""
-    result = run(tmp_path, "", warning=0.5, abort=2.0, after="if world.rank == 0: time.sleep(8)")
+    result = run(tmp_path, "", warning=2.0, abort=4.0, after="if world.rank == 0: time.sleep(15)")
     assert result.code == 0, result.output
-    assert "stalled" not in result.output
+    assert "does not arrive" not in result.output
+
+
+def test_leaving_needs_no_stderr_and_no_small_limit(tmp_path: Path) -> None:
+    """Behaviour 30: a program that sent its errors to a file and closed that one has done nothing wrong."""
+    result = run(tmp_path, "", abort=1e10, after="sys.stderr.close()")
+    assert result.code == 0, result.output
 
 
 def test_a_program_may_end_mpi_itself(tmp_path: Path) -> None:
@@ -150,10 +166,25 @@ def test_waiting_for_ever_may_be_wanted(tmp_path: Path) -> None:
 
 def test_a_long_phase_is_excused(tmp_path: Path) -> None:
     """Behaviour 32: a rank may say that the others have to wait for it."""
-    code = "if world.rank == 1:\n    with world.status.during('copying', is_long=True): time.sleep(4)"
-    result = run(tmp_path, code, abort=2.0)
+    code = "if world.rank == 1:\n    with world.status.during('copying', is_long=True): time.sleep(12)"
+    result = run(tmp_path, code, abort=2.0)  # the others would end the job after 8 s, if nobody watched
     assert result.code == 0, result.output
     assert "stalled" not in result.output
+
+
+def test_a_long_phase_is_announced(tmp_path: Path) -> None:
+    """Behaviour 32: what comes next may hold Python's lock from its first moment, and nobody is told any more."""
+    code = """
+from itertools import repeat
+if world.rank == 1:
+    start = time.perf_counter()
+    sum(repeat(1, 10**7))
+    number = int(12 * 10**7 / (time.perf_counter() - start))
+    with world.status.during('reading', is_long=True): sum(repeat(1, number))
+"""
+    result = run(tmp_path, code, abort=2.0)
+    assert result.code == 0, result.output
+    assert "The job ends (" not in result.output
 
 
 def test_a_job_that_was_suspended_goes_on(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_the_run_is_on_the_disk_before_its_checkpoint(tmp_path: Path, monkeypatc
     metrics, gone, checkpoints = tmp_path / "metrics.jsonl", tmp_path / "gone", tmp_path / "checkpoints"
     metrics.write_text("{}\n")
     checkpoints.mkdir()
-    saver = make(checkpoints, relies_on=[metrics, gone, tmp_path])
+    saver = make(checkpoints, relies_on=[metrics, gone])
     save(saver, 1, torch.zeros(4))
     saver.finish()
     saver.close()

@@ -58,6 +58,17 @@ def test_the_run_folder_and_the_schema_of_its_metrics(run: Run) -> None:
         assert 0 <= record["accuracy"] <= 1 and math.isfinite(record["loss"])
 
 
+def test_records_and_folders_are_brought_to_the_disk(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behaviour 41: a run that starts in a new place can be found, and its records read, after a power cut."""
+    flushed: list[Path] = []
+    monkeypatch.setattr(os, "fsync", lambda number: flushed.append(Path(os.readlink(f"/proc/self/fd/{number}"))))
+    folder = run()
+    assert {folder.parent, tmp_path} <= set(flushed)
+    # The checkpoint, the records and the folder that has both: before each of the two checkpoints gets its name.
+    for path in (folder / "metrics.jsonl", folder / "config.toml", folder):
+        assert flushed.count(path) >= 2, path
+
+
 def test_a_second_run_repeats_the_first_and_leaves_it_alone(run: Run) -> None:
     first = run()
     before = contents(first)

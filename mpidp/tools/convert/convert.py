@@ -19,6 +19,7 @@ from mpidp.tools.convert.source import Source
 from mpidp.tools.convert.workers import encode_all
 from mpidp.tools.table import size_text
 from mpidp.tools.ticker import Ticker
+from mpidp.world.flush import flush_folder
 
 MakeSource = Callable[[Path], Source]
 
@@ -102,7 +103,7 @@ def _publish(source: Source, plan: Plan, log: PartLog, path: str, overwrite: boo
     if not overwrite:
         _check_absent(path)  # once more: it took a while
     os.replace(assembled, path)
-    _flush_folder(path)
+    flush_folder(Path(path).parent)
 
 
 def _checked_target(target: str, overwrite: bool) -> str:
@@ -120,15 +121,6 @@ def _checked_target(target: str, overwrite: bool) -> str:
 def _check_absent(path: str) -> None:
     if os.path.lexists(path):
         raise ConfigError(f"{path}: exists; give --overwrite to replace it, or another name")
-
-
-def _flush_folder(path: str) -> None:
-    """Make a rename survive a loss of power."""
-    descriptor = os.open(os.path.dirname(path), os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _summary(path: str, plan: Plan) -> str:

@@ -1,16 +1,10 @@
-"""Files and folders in, the same on the disk for certain out; and a failure of the file system in, its reason in words.
-
-Needs no torch.
-"""
+"""A failure of the file system in; its reason, in words, out. Needs no torch."""
 
 import errno
 import os
 from pathlib import Path
 
 from mpidp.errors import CheckpointError
-
-# File systems that cannot flush a folder say so in one of these ways; names in it are then as durable as they get.
-_NO_FOLDER_FLUSH = (errno.EINVAL, errno.ENOTSUP)
 
 _REASONS = {
     errno.ENOSPC: ("no space is left on its file system", "Make room, or keep fewer (checkpoint.keep)"),
@@ -23,22 +17,6 @@ _REASONS = {
     errno.EACCES: ("permission denied", "Make it writable for you"),
     errno.EPERM: ("the operation is not permitted", "Make it writable for you"),
 }
-
-
-def flush(path: Path) -> None:
-    """Makes what is in a file, or the names in a folder, durable: else it may be lost with the power.
-
-    Raises:
-        OSError: it is not there, or the disk failed.
-    """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in _NO_FOLDER_FLUSH:
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def as_checkpoint_error(error: Exception, path: Path) -> CheckpointError:

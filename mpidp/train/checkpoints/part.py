@@ -7,8 +7,9 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
-from mpidp.train.checkpoints.disk import as_checkpoint_error, flush
+from mpidp.train.checkpoints.disk import as_checkpoint_error
 from mpidp.train.checkpoints.manifest import ALGORITHM, File
+from mpidp.world.flush import flush_folder
 from mpidp.world.status import status
 
 
@@ -26,8 +27,8 @@ def write_parts(folder: Path, parts: dict[str, dict[str, Any]]) -> tuple[File, .
             for name, state in parts.items():
                 path = folder / name
                 files.append(write_part(path, state))
-            flush(folder)
-            flush(folder.parent)
+            flush_folder(folder)
+            flush_folder(folder.parent)
     except Exception as error:
         raise as_checkpoint_error(error, path) from error
     return tuple(files)

@@ -13,8 +13,9 @@ from pathlib import Path
 from mpidp.errors import CheckpointError
 from mpidp.train.checkpoints import manifest as manifests
 from mpidp.train.checkpoints.checkpoint import by_step, newest_first
-from mpidp.train.checkpoints.disk import as_checkpoint_error, flush
+from mpidp.train.checkpoints.disk import as_checkpoint_error
 from mpidp.train.checkpoints.manifest import File, Manifest
+from mpidp.world.flush import flush_file, flush_folder
 from mpidp.world.status import status
 
 PARTIAL, REMOVED, LATEST = ".partial-", ".removed-", "latest"
@@ -33,18 +34,21 @@ def complete(
         final: what the checkpoint is to be called.
         manifest: what the ranks wrote.
         keep: how many checkpoints to keep; at least 1.
-        relies_on: files and folders elsewhere that, where they exist, are on the disk before it.
+        relies_on: files elsewhere that, where they exist, are on the disk before it.
 
     Raises:
         CheckpointError: the file system refuses; says what and why, and whether the checkpoint is complete.
     """
+    place = partial
     try:
         with status.working("publish a checkpoint"):
-            for path in filter(Path.exists, relies_on):  # what somebody has removed is no reason to save nothing
-                flush(path)
+            for place in filter(Path.exists, relies_on):  # what somebody has removed is no reason to save nothing
+                flush_file(place)
+                flush_folder(place.parent)
+            place = partial
             publish(partial, final, manifest)
     except Exception as error:
-        raise as_checkpoint_error(error, partial) from error
+        raise as_checkpoint_error(error, place) from error
     try:
         tidy(final, keep)
     except Exception as error:
@@ -71,11 +75,11 @@ def publish(partial: Path, final: Path, manifest: Manifest) -> None:
         file.write(manifest.text())
         file.flush()
         os.fsync(file.fileno())
-    flush(partial)
+    flush_folder(partial)
     if final.exists():  # an earlier attempt at the same step, passed over by a resume from an older one
         _remove(final)
     partial.rename(final)
-    flush(final.parent)
+    flush_folder(final.parent)
 
 
 def tidy(final: Path, keep: int) -> None:
@@ -122,7 +126,7 @@ def _point_to(final: Path) -> None:
     if latest.is_dir() and not latest.is_symlink():  # the run folder was copied by something that follows links
         shutil.rmtree(latest)
     link.replace(latest)
-    flush(final.parent)
+    flush_folder(final.parent)
 
 
 def _prune(final: Path, keep: int) -> None:

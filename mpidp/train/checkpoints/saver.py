@@ -74,7 +74,7 @@ class Saver:
         background: go on training while files are written; else `save` returns when the checkpoint is complete.
         on_failure: "stop" raises a failure on all ranks; "warn" prints it, once, and the run goes on.
         newest: the checkpoint that this run continues.
-        relies_on: files and folders elsewhere without which a checkpoint is of less use; on the disk before it.
+        relies_on: files elsewhere without which a checkpoint is of less use; they are on the disk before it.
     """
 
     def __init__(

@@ -16,6 +16,7 @@ import torch
 import mpidp
 from mpidp.config import RunConfig, to_toml
 from mpidp.errors import CheckpointError, ConfigError
+from mpidp.world.flush import flush_folder
 from mpidp.world.launch import launch_facts
 from mpidp.world.mpi import MPI
 from mpidp.world.world import World
@@ -67,12 +68,6 @@ class RunFolder:
                 f"--resume {self.path}: no run folder there (no {self.checkpoints}). Give the folder that the first "
                 f"run printed, for example runs/digits."
             )
-
-    def to_flush(self) -> list[Path]:
-        """What must outlive a power cut, so that a checkpoint in it is of use: its records, and the way to it."""
-        parent = self.path.parent
-        # Who may make a folder somewhere may not always list that place, and thereby not flush it.
-        return [self.config, self.metrics, self.path, *([parent] if os.access(parent, os.R_OK) else [])]
 
     def close(self) -> None:
         """Ends this rank's log: another run in this process has its own."""
@@ -139,6 +134,7 @@ def environment(world: World, hosts: list[str] | None) -> dict[str, Any]:
 
 
 def _make_new(parent: Path, name: str) -> Path:
+    new = [folder for folder in (parent, *parent.parents) if not folder.exists()]
     try:
         parent.mkdir(parents=True, exist_ok=True)
         for number in itertools.count(1):
@@ -150,7 +146,17 @@ def _make_new(parent: Path, name: str) -> Path:
             f"run.folder = {str(parent)!r}: no folder can be made there ({error.strerror}: {error.filename}). "
             f"Give one that you may write to."
         ) from error
+    for folder in (path, *new):
+        _make_durable(folder)
     return path
+
+
+def _make_durable(folder: Path) -> None:
+    """Has the name of a new folder on the disk, so that after a power cut there is a way to its checkpoints."""
+    try:
+        flush_folder(folder.parent)
+    except OSError as error:  # who may make a folder somewhere may not always list that place, which flushing needs
+        log.warning("cannot flush %s, which now has %s: %s", folder.parent, folder.name, error)
 
 
 def _make(path: Path) -> bool:

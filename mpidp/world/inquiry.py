@@ -1,0 +1,120 @@
+"""What ranks say of themselves comes in; of waits that last too long questions, a report and the end of the job go out.
+
+On the rank that watches. Ranks that answer tell where they are; those that do not are looked at by a neighbour.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpidp.world.stall import Seen, longest_wait_s, missing_ranks, report, to_describe
+
+ANSWER_S = 2.0  # for a rank to tell where it is
+ASK, LOOK = "ask", "look"
+
+
+@dataclass
+class _Incident:
+    """A stall that is being looked into.
+
+    Attributes:
+        ends_job: whether the report is the last one.
+        since: when ranks were asked, by the watchdog's clock.
+        asked: the ranks that were asked, or whose node was.
+        answers: what came.
+        is_told: whether the report is out.
+    """
+
+    ends_job: bool
+    since: float
+    asked: list[Seen]
+    answers: dict[int, str] = field(default_factory=dict)
+    is_told: bool = False
+
+    def is_outdated(self, seen: Sequence[Seen]) -> bool:
+        """Whether a rank that was asked has turned out to be silent, before the report: its neighbour knows more."""
+        unanswered = [rank for rank in self.asked if rank.beat.rank not in self.answers]
+        return not self.is_told and any(seen[rank.beat.rank].is_silent and not rank.is_silent for rank in unanswered)
+
+
+class Inquiry:
+    """Looks into one stall after the other. Not collective.
+
+    Args:
+        nodes: the number of each rank's node.
+        send: sends a rank a letter of a kind, with a content.
+        say: tells people.
+        end_job: tells people, and ends the job.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[int],
+        send: Callable[[int, str, Any], None],
+        say: Callable[[str], None],
+        end_job: Callable[[str], None],
+    ):
+        self._nodes = nodes
+        self._send, self._say, self._end_job = send, say, end_job
+        self._incident: _Incident | None = None
+
+    def answered(self, rank: int, text: str) -> None:
+        """Takes in where a rank is, as it or its neighbour tells."""
+        if self._incident is not None:
+            self._incident.answers[rank] = text
+
+    def look(self, seen: list[Seen], clock: float, warning_s: float, abort_s: float) -> None:
+        """Takes the next step, if there is a stall.
+
+        Args:
+            seen: all ranks.
+            clock: seconds; stands still while this process does.
+            warning_s: how long ranks may wait before that is reported; 0 for ever.
+            abort_s: how long before the job ends, likewise.
+        """
+        wait_s, missing = longest_wait_s(seen), missing_ranks(seen)
+        is_excused = any(rank.beat.is_long for rank in missing)
+        ends_job = 0 < abort_s <= wait_s and not is_excused
+        is_stalled = 0 < warning_s <= wait_s and not (is_excused and not any(rank.is_silent for rank in missing))
+        incident = self._incident
+        if not is_stalled and not ends_job:
+            if incident is not None and incident.is_told:
+                self._say("mpidp: the stall is over, all ranks go on.")
+            self._incident = None
+        elif incident is None or (ends_job and not incident.ends_job) or incident.is_outdated(seen):
+            self._incident = _Incident(ends_job, clock, to_describe(seen))
+            self._ask(self._incident, seen)
+        elif not incident.is_told:
+            has_all = len(incident.answers) == len(incident.asked)
+            if has_all or clock - incident.since > ANSWER_S:
+                self._report(incident, report(seen, incident.answers, wait_s, _outlook(incident.ends_job, abort_s)))
+
+    def _ask(self, incident: _Incident, seen: list[Seen]) -> None:
+        """Asks ranks where they are, and a neighbour on the node of those that do not answer."""
+        answering = [rank.beat.rank for rank in seen if not rank.is_silent]
+        for rank in incident.asked:
+            number = rank.beat.rank
+            if not rank.is_silent:
+                self._send(number, ASK, None)
+                continue
+            neighbour = next((other for other in answering if self._nodes[other] == self._nodes[number]), None)
+            if neighbour is None:
+                incident.answers[number] = "and no rank of its node does"
+            else:
+                self._send(neighbour, LOOK, number)
+
+    def _report(self, incident: _Incident, text: str) -> None:
+        incident.is_told = True
+        if incident.ends_job:
+            self._end_job(text)
+        else:
+            self._say(text)
+
+
+def _outlook(ends_job: bool, abort_s: float) -> str:
+    """What will happen, in words."""
+    if ends_job:
+        return f"The job ends (stall_abort_s = {abort_s:g})."
+    if abort_s:
+        return f"The job ends when this has lasted for {abort_s:g} s (stall_abort_s)."
+    return "The job goes on waiting (stall_abort_s = 0)."

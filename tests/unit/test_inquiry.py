@@ -1,0 +1,94 @@
+"""What the rank that watches asks, reports and does about a stall, step by step (behaviour 32)."""
+
+from typing import Any
+
+import pytest
+
+from mpidp.world.inquiry import ANSWER_S, ASK, LOOK, Inquiry
+from mpidp.world.stall import Beat, Seen
+
+WARNING_S, ABORT_S = 60.0, 600.0
+
+
+class Watching:
+    """Four ranks on two nodes, of which rank 0 watches; keeps what the inquiry does."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, str, Any]] = []
+        self.said: list[str] = []
+        self.ended: list[str] = []
+        self.clock = 0.0
+        self.inquiry = Inquiry(
+            [0, 0, 1, 1], lambda *letter: self.sent.append(letter), self.said.append, self.ended.append
+        )
+
+    def look(self, wait_s: float, missing: list[Seen], after_s: float = 1.0) -> None:
+        numbers = [rank.beat.rank for rank in missing]
+        waiting = [rank for rank in range(4) if rank not in numbers]
+        seen = [Seen(Beat(rank, "node", wait="Allreduce", wait_s=wait_s), 0.5, False) for rank in waiting]
+        self.clock += after_s
+        self.inquiry.look(sorted([*seen, *missing], key=lambda rank: rank.beat.rank), self.clock, WARNING_S, ABORT_S)
+
+
+def late(rank: int, *, silent: bool = False, long: bool = False) -> Seen:
+    return Seen(Beat(rank, "node", phase="data", is_long=long), 20.0 if silent else 0.5, silent)
+
+
+def test_a_missing_rank_is_asked_and_its_answer_reported() -> None:
+    watching = Watching()
+    watching.look(59.0, [late(2)])
+    assert not watching.sent
+    watching.look(60.0, [late(2)])
+    watching.look(61.0, [late(2)])
+    assert watching.sent == [(2, ASK, None)] and not watching.said
+    watching.inquiry.answered(2, "its main thread:\nload()")
+    watching.look(62.0, [late(2)])
+    watching.look(63.0, [late(2)])
+    assert len(watching.said) == 1
+    assert "rank 2 (node) does not arrive" in watching.said[0] and "load()" in watching.said[0]
+    assert f"lasted for {ABORT_S:g} s" in watching.said[0]
+    watching.look(0.0, [])
+    assert watching.said[1:] == ["mpidp: the stall is over, all ranks go on."] and not watching.ended
+
+
+def test_a_rank_that_answers_nothing_is_waited_for_a_little() -> None:
+    watching = Watching()
+    watching.look(60.0, [late(2)])
+    watching.look(61.0, [late(2)], after_s=ANSWER_S + 0.1)
+    assert "rank 2 on node: step 0, phase data" in watching.said[0]
+
+
+def test_a_silent_rank_is_looked_at_by_a_neighbour() -> None:
+    watching = Watching()
+    watching.look(60.0, [late(2, silent=True)])
+    assert watching.sent == [(3, LOOK, 2)]
+    watching = Watching()
+    watching.look(60.0, [late(2, silent=True), late(3, silent=True)])
+    watching.look(61.0, [late(2, silent=True), late(3, silent=True)])
+    assert not watching.sent and watching.said[0].count("and no rank of its node does") == 2
+
+
+def test_a_rank_that_falls_silent_when_asked_is_looked_at() -> None:
+    watching = Watching()
+    watching.look(60.0, [late(2)])
+    watching.look(61.0, [late(2, silent=True)])
+    assert watching.sent == [(2, ASK, None), (3, LOOK, 2)]
+
+
+def test_the_job_ends_with_a_report_of_its_own() -> None:
+    watching = Watching()
+    watching.look(ABORT_S, [late(2)])
+    watching.inquiry.answered(2, "its main thread:\nload()")
+    watching.look(ABORT_S + 1, [late(2)])
+    assert len(watching.ended) == 1 and "The job ends (stall_abort_s = 600)." in watching.ended[0]
+    assert "load()" in watching.ended[0] and not watching.said
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_long_phase_ends_no_job(silent: bool) -> None:
+    """A silent rank is reported all the same: it may be stopped, and may be in a call that keeps it from answering."""
+    watching = Watching()
+    for _ in range(3):
+        watching.look(2 * ABORT_S, [late(2, silent=silent, long=True)], after_s=ANSWER_S + 1)
+    assert not watching.ended
+    assert len(watching.said) == silent
