@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mpidp.world.silent_stack import Look
 from mpidp.world.stall import Seen, longest_wait_s, missing_ranks, report, to_describe
 
 ANSWER_S = 2.0  # for a rank to tell where it is
@@ -57,11 +58,16 @@ class Inquiry:
         self._nodes = nodes
         self._send, self._say, self._end_job = send, say, end_job
         self._incident: _Incident | None = None
+        self._stopped: set[int] = set()
 
-    def answered(self, rank: int, text: str) -> None:
+    def answered(self, rank: int, look: Look) -> None:
         """Takes in where a rank is, as it or its neighbour tells."""
+        if look.is_stopped:
+            self._stopped.add(rank)
+        else:
+            self._stopped.discard(rank)
         if self._incident is not None:
-            self._incident.answers[rank] = text
+            self._incident.answers[rank] = look.text
 
     def look(self, seen: list[Seen], clock: float, warning_s: float, abort_s: float) -> None:
         """Takes the next step, if there is a stall.
@@ -73,21 +79,26 @@ class Inquiry:
             abort_s: how long before the job ends, likewise.
         """
         wait_s, missing = longest_wait_s(seen), missing_ranks(seen)
-        is_excused = any(rank.beat.is_long for rank in missing)
+        # A phase that may take long may also keep a rank from answering; but not if its process does nothing at all.
+        is_excused = any(rank.beat.is_long and rank.beat.rank not in self._stopped for rank in missing)
+        is_due = 0 < warning_s <= wait_s or 0 < abort_s <= wait_s
         ends_job = 0 < abort_s <= wait_s and not is_excused
-        is_stalled = 0 < warning_s <= wait_s and not (is_excused and not any(rank.is_silent for rank in missing))
         incident = self._incident
-        if not is_stalled and not ends_job:
+        if not is_due or (is_excused and not any(rank.is_silent for rank in missing)):
             if incident is not None and incident.is_told:
                 self._say("mpidp: the stall is over, all ranks go on.")
             self._incident = None
-        elif incident is None or (ends_job and not incident.ends_job) or incident.is_outdated(seen):
+            self._stopped.clear()
+        elif incident is None or ends_job != incident.ends_job or incident.is_outdated(seen):
             self._incident = _Incident(ends_job, clock, to_describe(seen))
             self._ask(self._incident, seen)
         elif not incident.is_told:
             has_all = len(incident.answers) == len(incident.asked)
             if has_all or clock - incident.since > ANSWER_S:
-                self._report(incident, report(seen, incident.answers, wait_s, _outlook(incident.ends_job, abort_s)))
+                outlook = _outlook(incident.ends_job, is_excused, abort_s)
+                self._report(incident, report(seen, incident.answers, wait_s, outlook))
+        elif 0 < abort_s < clock - incident.since:
+            self._incident = None  # a silent rank in a long phase is looked at again: it may have been stopped since
 
     def _ask(self, incident: _Incident, seen: list[Seen]) -> None:
         """Asks ranks where they are, and a neighbour on the node of those that do not answer."""
@@ -111,10 +122,12 @@ class Inquiry:
             self._say(text)
 
 
-def _outlook(ends_job: bool, abort_s: float) -> str:
+def _outlook(ends_job: bool, is_excused: bool, abort_s: float) -> str:
     """What will happen, in words."""
     if ends_job:
         return f"The job ends (stall_abort_s = {abort_s:g})."
+    if abort_s and is_excused:
+        return "The job goes on waiting: this phase may take long."
     if abort_s:
         return f"The job ends when this has lasted for {abort_s:g} s (stall_abort_s)."
     return "The job goes on waiting (stall_abort_s = 0)."

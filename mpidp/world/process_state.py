@@ -3,6 +3,7 @@
 from pathlib import Path
 
 RUNS = ("R", "S")  # states in which a process takes signals
+STOPPED = ("T", "Z", "X")  # states in which it does nothing, and will not by itself
 _STATES = {
     "T": "its process is stopped (SIGSTOP, or the scheduler suspended it)",
     "t": "its process is stopped by a debugger",

@@ -10,7 +10,7 @@ import signal
 import time
 from dataclasses import dataclass
 
-from mpidp.world.process_state import RUNS, process_state
+from mpidp.world.process_state import RUNS, STOPPED, process_state
 
 SIGNAL = signal.SIGRTMAX - 3  # one that no launcher or library is known to use
 WRITING_S = 0.3
@@ -34,11 +34,19 @@ def prepare() -> Address:
     return Address(os.getpid(), file)
 
 
-def look_at(address: Address) -> str:
-    """Why a process of this node is silent, and where it is in its code if it can still tell."""
+@dataclass(frozen=True)
+class Look:
+    """What a neighbour sees: why a process is silent, with its stack if it can still tell, and if it does nothing."""
+
+    text: str
+    is_stopped: bool = False
+
+
+def look_at(address: Address) -> Look:
+    """Looks at a process of this node."""
     state, text = process_state(address.pid)
     if state not in RUNS or address.file < 0:
-        return text
+        return Look(text, state in STOPPED)
     path = f"/proc/{address.pid}/fd/{address.file}"
     try:
         before = os.stat(path).st_size
@@ -48,6 +56,6 @@ def look_at(address: Address) -> str:
             file.seek(before)
             written = file.read().decode(errors="replace")
     except OSError as error:  # it has ended meanwhile, or is another user's
-        return f"{text} ({error})"
+        return Look(f"{text} ({error})")
     main = written.rstrip().rpartition("\n\n")[2]  # the main thread comes last
-    return f"{text}\n{main[:MOST_BYTES]}" if main else text
+    return Look(f"{text}\n{main[:MOST_BYTES]}" if main else text)

@@ -16,7 +16,7 @@ from mpidp.world.abort import AbortGuard
 from mpidp.world.inquiry import ANSWER_S, ASK, LOOK, Inquiry
 from mpidp.world.mpi import MPI
 from mpidp.world.post import Post
-from mpidp.world.silent_stack import Address, look_at, prepare
+from mpidp.world.silent_stack import Address, Look, look_at, prepare
 from mpidp.world.stall import Beat, Seen, deserted, named, waits
 from mpidp.world.status import Wait, status
 from mpidp.world.tolerance import is_survived
@@ -171,11 +171,11 @@ class Watchdog:
         elif letter.kind == "watched":
             self._watched_at = self._clock
         elif letter.kind == ASK:
-            text = "its main thread:\n" + stacks.stack(stacks.main_thread())
-            self._send(letter.sender, "answer", (self.rank, text))
+            look = Look("its main thread:\n" + stacks.stack(stacks.main_thread()))
+            self._send(letter.sender, "answer", (self.rank, look))
         elif letter.kind == LOOK:
-            text = look_at(self._people[letter.content][2])
-            self._send(letter.sender, "answer", (letter.content, text))
+            look = look_at(self._people[letter.content][2])
+            self._send(letter.sender, "answer", (letter.content, look))
         elif letter.kind == "answer":
             self._inquiry.answered(*letter.content)
         elif letter.kind == "missed":

@@ -172,6 +172,14 @@ def test_a_long_phase_is_excused(tmp_path: Path) -> None:
     assert "stalled" not in result.output
 
 
+def test_a_rank_that_is_stopped_in_a_long_phase(tmp_path: Path) -> None:
+    """Behaviour 32: it does not take long, it does nothing."""
+    result = run(tmp_path, f"with world.status.during('reading', is_long=True):\n    {STOP.format(rank=1)}")
+    assert result.code == 1
+    assert "phase reading; its process is stopped (SIGSTOP" in result.output
+    assert "The job ends (stall_abort_s = 4)." in result.output
+
+
 def test_a_long_phase_is_announced(tmp_path: Path) -> None:
     """Behaviour 32: what comes next may hold Python's lock from its first moment, and nobody is told any more."""
     code = """

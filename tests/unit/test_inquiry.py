@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from mpidp.world.inquiry import ANSWER_S, ASK, LOOK, Inquiry
+from mpidp.world.silent_stack import Look
 from mpidp.world.stall import Beat, Seen
 
 WARNING_S, ABORT_S = 60.0, 600.0
@@ -41,7 +42,7 @@ def test_a_missing_rank_is_asked_and_its_answer_reported() -> None:
     watching.look(60.0, [late(2)])
     watching.look(61.0, [late(2)])
     assert watching.sent == [(2, ASK, None)] and not watching.said
-    watching.inquiry.answered(2, "its main thread:\nload()")
+    watching.inquiry.answered(2, Look("its main thread:\nload()"))
     watching.look(62.0, [late(2)])
     watching.look(63.0, [late(2)])
     assert len(watching.said) == 1
@@ -78,7 +79,7 @@ def test_a_rank_that_falls_silent_when_asked_is_looked_at() -> None:
 def test_the_job_ends_with_a_report_of_its_own() -> None:
     watching = Watching()
     watching.look(ABORT_S, [late(2)])
-    watching.inquiry.answered(2, "its main thread:\nload()")
+    watching.inquiry.answered(2, Look("its main thread:\nload()"))
     watching.look(ABORT_S + 1, [late(2)])
     assert len(watching.ended) == 1 and "The job ends (stall_abort_s = 600)." in watching.ended[0]
     assert "load()" in watching.ended[0] and not watching.said
@@ -86,9 +87,33 @@ def test_the_job_ends_with_a_report_of_its_own() -> None:
 
 @pytest.mark.parametrize("silent", [False, True])
 def test_a_long_phase_ends_no_job(silent: bool) -> None:
-    """A silent rank is reported all the same: it may be stopped, and may be in a call that keeps it from answering."""
+    """A silent rank is reported all the same, as it may be stopped, and once more whenever the limit has passed."""
     watching = Watching()
     for _ in range(3):
         watching.look(2 * ABORT_S, [late(2, silent=silent, long=True)], after_s=ANSWER_S + 1)
     assert not watching.ended
-    assert len(watching.said) == silent
+    assert [text.rpartition("  ")[2] for text in watching.said] == silent * [
+        "The job goes on waiting: this phase may take long."
+    ]
+    for _ in range(4):
+        watching.look(3 * ABORT_S, [late(2, silent=silent, long=True)], after_s=ABORT_S / 2 + 1)
+    assert not watching.ended
+    assert len(watching.said) == 2 * silent
+
+
+def test_a_long_phase_does_not_excuse_a_process_that_is_stopped() -> None:
+    """It may have been stopped after somebody looked at it first, and go on after that."""
+    watching = Watching()
+    stuck = [late(2, silent=True, long=True)]
+    for look in (Look("its process computes"), Look("its process is stopped", is_stopped=True), Look("it computes")):
+        watching.look(2 * ABORT_S, stuck, after_s=ABORT_S + 1)
+        watching.look(2 * ABORT_S, stuck)
+        watching.inquiry.answered(2, look)
+    watching.look(2 * ABORT_S, stuck)
+    assert not watching.ended
+    watching.inquiry.answered(2, Look("its process is stopped", is_stopped=True))
+    for _ in range(2):
+        watching.look(2 * ABORT_S, stuck)
+        watching.inquiry.answered(2, Look("its process is stopped", is_stopped=True))
+    watching.look(2 * ABORT_S, stuck)
+    assert len(watching.ended) == 1 and "its process is stopped" in watching.ended[0]
