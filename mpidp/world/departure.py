@@ -44,17 +44,17 @@ class Departure:
             atexit.register(self)
         # MPI deletes the attributes of COMM_SELF first when it ends, and still works then. It is deleting this one
         # when it calls, so it must not be told to do so once more.
-        self._key = MPI.Comm.Create_keyval(delete_fn=lambda comm, key, value: self._leave())
+        self._key = MPI.Comm.Create_keyval(delete_fn=lambda *_: self._leave(at_exit=False))
         MPI.COMM_SELF.Set_attr(self._key, True)
 
     def __call__(self) -> None:
         """Waits until all ranks have left. Collective."""
         if not self._is_over:
-            self._leave()
+            self._leave(at_exit=True)
             if os.getpid() == self._process:
                 MPI.COMM_SELF.Delete_attr(self._key)
 
-    def _leave(self) -> None:
+    def _leave(self, at_exit: bool) -> None:
         if self._is_over or os.getpid() != self._process:
             return
         self._is_over = True
@@ -65,7 +65,7 @@ class Departure:
             with status.waiting("the job's end", self.watchdog.size):
                 while not self._have_left(request):
                     if self.watchdog.missed:
-                        self._end_job()
+                        self._end_job(at_exit)
                         return
                     time.sleep(PAUSE_S)
         if tolerance.is_on():
@@ -93,10 +93,10 @@ class Departure:
                 raise
             return True
 
-    def _end_job(self) -> None:
-        """Ends the job with the exit code that this process would have had, or 1 if that were 0."""
+    def _end_job(self, at_exit: bool) -> None:
+        """Ends the job with the exit code that this process would have had, or 1 if that were 0 or is not known yet."""
         sys.stdout.flush()
-        code = _future_exit_code() if ENDS_MPI else 1
+        code = _future_exit_code() if ENDS_MPI and at_exit else 1
         if os.getpid() != self._process:
             return  # this is the copy that finds out
         try:

@@ -17,7 +17,10 @@ def flush_file(path: Path) -> None:
     Raises:
         OSError: it is not there, or the disk failed.
     """
-    descriptor = os.open(path, os.O_RDWR)  # some file servers flush nothing for who may only read
+    try:
+        descriptor = os.open(path, os.O_RDWR)  # some file servers flush nothing for who may only read
+    except PermissionError:
+        descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -59,6 +59,7 @@ class Inquiry:
         self._send, self._say, self._end_job = send, say, end_job
         self._incident: _Incident | None = None
         self._stopped: set[int] = set()
+        self._excused_at = float("-inf")
 
     def answered(self, rank: int, look: Look) -> None:
         """Takes in where a rank is, as it or its neighbour tells."""
@@ -68,6 +69,11 @@ class Inquiry:
             self._stopped.discard(rank)
         if self._incident is not None:
             self._incident.answers[rank] = look.text
+
+    def rest(self, clock: float) -> None:
+        """Others watched up to now, or nobody: waits count from here on."""
+        self._incident, self._excused_at = None, clock
+        self._stopped.clear()
 
     def look(self, seen: list[Seen], clock: float, warning_s: float, abort_s: float) -> None:
         """Takes the next step, if there is a stall.
@@ -79,28 +85,37 @@ class Inquiry:
             abort_s: how long before the job ends, likewise.
         """
         wait_s, missing = longest_wait_s(seen), missing_ranks(seen)
+        self._stopped -= {rank.beat.rank for rank in seen if not rank.is_silent}
         # A phase that may take long may also keep a rank from answering; but not if its process does nothing at all.
         is_excused = any(rank.beat.is_long and rank.beat.rank not in self._stopped for rank in missing)
-        is_due = 0 < warning_s <= wait_s or 0 < abort_s <= wait_s
-        ends_job = 0 < abort_s <= wait_s and not is_excused
-        incident = self._incident
-        if not is_due or (is_excused and not any(rank.is_silent for rank in missing)):
-            if incident is not None and incident.is_told:
+        if is_excused:
+            self._excused_at = clock
+        counted_s = min(wait_s, clock - self._excused_at)
+        is_doubtful = is_excused and any(rank.is_silent for rank in missing)
+        least_s = warning_s or abort_s
+        if 0 < least_s <= (wait_s if is_doubtful else counted_s):
+            self._pursue(seen, clock, 0 < abort_s <= counted_s, warning_s, abort_s)
+        elif not 0 < least_s <= wait_s:
+            if self._incident is not None and self._incident.is_told and warning_s:
                 self._say("mpidp: the stall is over, all ranks go on.")
             self._incident = None
-            self._stopped.clear()
-        elif incident is None or ends_job != incident.ends_job or incident.is_outdated(seen):
+
+    def _pursue(self, seen: list[Seen], clock: float, ends_job: bool, warning_s: float, abort_s: float) -> None:
+        """Asks, or reports what was answered, or asks once more."""
+        incident = self._incident
+        if incident is None or ends_job != incident.ends_job or incident.is_outdated(seen):
             self._incident = _Incident(ends_job, clock, to_describe(seen))
-            self._ask(self._incident, seen)
+            self._ask(self._incident, seen, abort_s)
         elif not incident.is_told:
             has_all = len(incident.answers) == len(incident.asked)
             if has_all or clock - incident.since > ANSWER_S:
-                outlook = _outlook(incident.ends_job, is_excused, abort_s)
-                self._report(incident, report(seen, incident.answers, wait_s, outlook))
+                if self._stopped <= incident.answers.keys():
+                    self._report(incident, seen, warning_s, abort_s)
+                self._stopped &= incident.answers.keys()  # of the others nobody confirms it: the next look decides
         elif 0 < abort_s < clock - incident.since:
             self._incident = None  # a silent rank in a long phase is looked at again: it may have been stopped since
 
-    def _ask(self, incident: _Incident, seen: list[Seen]) -> None:
+    def _ask(self, incident: _Incident, seen: list[Seen], abort_s: float) -> None:
         """Asks ranks where they are, and a neighbour on the node of those that do not answer."""
         answering = [rank.beat.rank for rank in seen if not rank.is_silent]
         for rank in incident.asked:
@@ -109,16 +124,20 @@ class Inquiry:
                 self._send(number, ASK, None)
                 continue
             neighbour = next((other for other in answering if self._nodes[other] == self._nodes[number]), None)
-            if neighbour is None:
-                incident.answers[number] = "and no rank of its node does"
-            else:
+            if neighbour is not None:
                 self._send(neighbour, LOOK, number)
+            else:
+                is_stopped = 0 < abort_s < rank.age_s  # nothing of its whole node for so long
+                self.answered(number, Look("and no rank of its node does", is_stopped))
 
-    def _report(self, incident: _Incident, text: str) -> None:
+    def _report(self, incident: _Incident, seen: list[Seen], warning_s: float, abort_s: float) -> None:
         incident.is_told = True
+        is_excused = any(rank.beat.is_long and rank.beat.rank not in self._stopped for rank in missing_ranks(seen))
+        outlook = _outlook(incident.ends_job, is_excused, abort_s)
+        text = report(seen, incident.answers, longest_wait_s(seen), outlook)
         if incident.ends_job:
             self._end_job(text)
-        else:
+        elif warning_s:
             self._say(text)
 
 

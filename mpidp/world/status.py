@@ -42,7 +42,7 @@ class Status:
         has_left: whether the main program is over.
         waits: by thread, what it waits in.
         spans: what collects all this for a trace; None as long as nobody asked for one.
-        announce: called when a phase begins that may take long; tells the other ranks.
+        announce: called when a phase that may take long begins or ends; tells the other ranks.
     """
 
     def __init__(self) -> None:
@@ -57,11 +57,12 @@ class Status:
 
     def enter(self, phase: str, is_long: bool = False) -> None:
         """A phase begins."""
-        if phase != self.phase:
+        if (phase, is_long) != (self.phase, self.is_long):
+            was_long = self.is_long
             if self.spans is not None:
                 self.spans.end_phase(self.phase)
             self.phase, self.since, self.is_long = phase, time.monotonic(), is_long
-            if is_long:
+            if is_long or was_long:
                 self.announce()
 
     @contextmanager

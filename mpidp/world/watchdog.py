@@ -103,10 +103,10 @@ class Watchdog:
         self._wake.set()
 
     def announce(self) -> None:
-        """Waits until the others are told that this rank may take long: in what it does now it may not answer them."""
-        end = time.monotonic() + ANNOUNCE_S
+        """Waits until the others are told of this rank's phase: in what it does in it, it may not answer them."""
+        phase, end = (status.phase, status.is_long), time.monotonic() + ANNOUNCE_S
         self.wake()
-        while not self._told.is_long and self._thread.is_alive() and time.monotonic() < end:
+        while (self._told.phase, self._told.is_long) != phase and self._thread.is_alive() and time.monotonic() < end:
             time.sleep(ANNOUNCE_POLL_S)
 
     def abandon(self) -> None:
@@ -157,8 +157,10 @@ class Watchdog:
     def _advance(self) -> None:
         """The clock stands still while this process does: a job that was suspended must not end when it goes on."""
         now = time.monotonic()
-        self._clock += min(now - self._last_look, 3 * self.tick_s)
-        self._last_look = now
+        away_s, self._last_look = now - self._last_look, now
+        self._clock += min(away_s, 3 * self.tick_s)
+        if away_s > self._silent_s:
+            self._inquiry.rest(self._clock)  # what this rank hears of waits now may be over by the next look
 
     def _take(self, letter: Letter) -> None:
         if letter.kind == "beat":
@@ -195,10 +197,11 @@ class Watchdog:
         beat, told = self._beat(), self._told
         is_news = beat.wait_s > self.tick_s or beat.has_left or bool(told.wait) != bool(beat.wait)
         is_news = is_news or beat.is_long != told.is_long
+        is_news = is_news or (beat.is_long and beat.phase != told.phase)
         if is_news or self._clock - self._told_at > QUIET_TICKS * self.tick_s:
-            self._told, self._told_at = beat, self._clock
             for observer in {0, self.size - 1}:
                 self._send(observer, "beat", beat)
+            self._told, self._told_at = beat, self._clock  # now: `announce` waits for it
 
     def _beat(self) -> Beat:
         wait = status.longest_wait()
@@ -229,6 +232,7 @@ class Watchdog:
             return
         seen = self._seen()
         if self.rank != 0 and not seen[0].is_silent:
+            self._inquiry.rest(self._clock)
             return
         self._watch_left(seen)
         if self._end is None:
@@ -245,7 +249,7 @@ class Watchdog:
             f"{beat.wait_s:.0f} s, in {beat.wait}, at {beat.site}"
         )
         grace_s = 0.0 if self.post is None else self._silent_s + 2 * ANSWER_S
-        is_watched = self.post is not None and self._clock - self._watched_at < self._silent_s
+        is_watched = self.post is not None and self._clock - self._watched_at < max(self._silent_s, self.abort_s)
         if 0 < self.abort_s < beat.wait_s - grace_s and not is_watched:
             self._end_job(f"{text}. The job ends (stall_abort_s = {self.abort_s:g}).")
         if self.post is None and 0 < self.warning_s <= beat.wait_s:

@@ -23,12 +23,19 @@ class Watching:
             [0, 0, 1, 1], lambda *letter: self.sent.append(letter), self.said.append, self.ended.append
         )
 
-    def look(self, wait_s: float, missing: list[Seen], after_s: float = 1.0) -> None:
+    def look(
+        self,
+        wait_s: float,
+        missing: list[Seen],
+        after_s: float = 1.0,
+        limits: tuple[float, float] = (WARNING_S, ABORT_S),
+    ) -> None:
         numbers = [rank.beat.rank for rank in missing]
         waiting = [rank for rank in range(4) if rank not in numbers]
         seen = [Seen(Beat(rank, "node", wait="Allreduce", wait_s=wait_s), 0.5, False) for rank in waiting]
         self.clock += after_s
-        self.inquiry.look(sorted([*seen, *missing], key=lambda rank: rank.beat.rank), self.clock, WARNING_S, ABORT_S)
+        ranks = sorted([*seen, *missing], key=lambda rank: rank.beat.rank)
+        self.inquiry.look(ranks, self.clock, *limits)
 
 
 def late(rank: int, *, silent: bool = False, long: bool = False) -> Seen:
@@ -101,19 +108,76 @@ def test_a_long_phase_ends_no_job(silent: bool) -> None:
     assert len(watching.said) == 2 * silent
 
 
-def test_a_long_phase_does_not_excuse_a_process_that_is_stopped() -> None:
-    """It may have been stopped after somebody looked at it first, and go on after that."""
-    watching = Watching()
-    stuck = [late(2, silent=True, long=True)]
-    for look in (Look("its process computes"), Look("its process is stopped", is_stopped=True), Look("it computes")):
-        watching.look(2 * ABORT_S, stuck, after_s=ABORT_S + 1)
-        watching.look(2 * ABORT_S, stuck)
+STUCK = [late(2, silent=True, long=True)]
+COMPUTES, STOPPED = Look("its process computes"), Look("its process is stopped", is_stopped=True)
+
+
+def found(watching: Watching, look: Look | None) -> None:
+    """The limit passes, a neighbour is asked, and tells that; or nothing in time."""
+    watching.look(3 * ABORT_S, STUCK, after_s=ABORT_S + 1)
+    watching.look(3 * ABORT_S, STUCK)
+    if look is not None:
         watching.inquiry.answered(2, look)
-    watching.look(2 * ABORT_S, stuck)
-    assert not watching.ended
-    watching.inquiry.answered(2, Look("its process is stopped", is_stopped=True))
-    for _ in range(2):
-        watching.look(2 * ABORT_S, stuck)
-        watching.inquiry.answered(2, Look("its process is stopped", is_stopped=True))
-    watching.look(2 * ABORT_S, stuck)
+    watching.look(3 * ABORT_S, STUCK, after_s=ANSWER_S + 1)
+
+
+def test_a_long_phase_does_not_excuse_a_process_that_is_stopped() -> None:
+    watching = Watching()
+    found(watching, STOPPED)
+    found(watching, STOPPED)
     assert len(watching.ended) == 1 and "its process is stopped" in watching.ended[0]
+
+
+@pytest.mark.parametrize("last", [COMPUTES, None])
+def test_only_a_process_that_is_still_stopped_ends_the_job(last: Look | None) -> None:
+    watching = Watching()
+    for look in (COMPUTES, STOPPED, last):
+        found(watching, look)
+    assert not watching.ended
+    found(watching, STOPPED)
+    found(watching, STOPPED)
+    assert len(watching.ended) == 1
+
+
+def test_a_node_of_which_nothing_is_heard_is_as_good_as_stopped() -> None:
+    watching = Watching()
+    frozen = [Seen(Beat(rank, "node", phase="data", is_long=True), ABORT_S + 1, is_silent=True) for rank in (2, 3)]
+    for _ in range(4):
+        watching.look(2 * ABORT_S, frozen, after_s=ABORT_S + 1)
+    assert len(watching.ended) == 1 and "and no rank of its node does" in watching.ended[0]
+
+
+def test_waits_for_a_long_phase_do_not_count_after_it() -> None:
+    """Who comes out of it has as much time as anybody else to come to where the others wait."""
+    watching = Watching()
+    watching.look(2 * ABORT_S, [late(2, long=True)])
+    for _ in range(2):
+        watching.look(2 * ABORT_S, [late(2)], after_s=WARNING_S / 2 - 1)
+    assert not watching.sent
+    for _ in range(2):
+        watching.look(3 * ABORT_S, [late(2)], after_s=ABORT_S)
+        watching.inquiry.answered(2, Look("its main thread:"))
+    assert len(watching.ended) == 1
+
+
+def test_whoever_begins_to_watch_counts_from_then_on() -> None:
+    watching = Watching()
+    watching.inquiry.rest(watching.clock)
+    watching.look(2 * ABORT_S, [late(2)])
+    assert not watching.sent
+
+
+def test_never_is_never() -> None:
+    """Behaviour 32: 0 for the warning says nothing, 0 for the end ends nothing."""
+    watching = Watching()
+    for missing in ([late(2)], STUCK, [late(2)]):
+        for _ in range(3):
+            watching.look(5 * ABORT_S, missing, after_s=ABORT_S, limits=(0.0, 0.0))
+    assert not watching.sent
+    for _ in range(3):
+        watching.look(5 * ABORT_S, STUCK, after_s=ANSWER_S + 1, limits=(0.0, ABORT_S))
+    watching.look(0.0, [], limits=(0.0, ABORT_S))
+    assert watching.sent == [(3, LOOK, 2)] and not watching.said
+    for _ in range(3):
+        watching.look(5 * ABORT_S, [late(2)], after_s=ABORT_S, limits=(WARNING_S, 0.0))
+    assert "The job goes on waiting (stall_abort_s = 0)." in watching.said[0] and not watching.ended

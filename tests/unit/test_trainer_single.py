@@ -64,9 +64,9 @@ def test_records_and_folders_are_brought_to_the_disk(run: Run, tmp_path: Path, m
     monkeypatch.setattr(os, "fsync", lambda number: flushed.append(Path(os.readlink(f"/proc/self/fd/{number}"))))
     folder = run()
     assert {folder.parent, tmp_path} <= set(flushed)
-    # The checkpoint, the records and the folder that has both: before each of the two checkpoints gets its name.
-    for path in (folder / "metrics.jsonl", folder / "config.toml", folder):
-        assert flushed.count(path) >= 2, path
+    # Once for each of the two checkpoints; their folder after each of these.
+    assert [flushed.count(folder / name) for name in ("metrics.jsonl", "config.toml")] == [2, 2]
+    assert flushed.count(folder) == 4
 
 
 def test_a_second_run_repeats_the_first_and_leaves_it_alone(run: Run) -> None:
