@@ -75,11 +75,9 @@ class Departure:
 
     def _close(self) -> None:
         """From here to the end of MPI ranks wait for each other without a watchdog."""
-        timeout_s = self.watchdog.abort_s
-        if timeout_s == 0 or self.watchdog.post is None:  # without letters, others may be at work still
-            self.watchdog.close()
-            return
-        timeout_s += min(self.watchdog.rank, 2)  # so that one rank ends the job, and says so
+        timeout_s = 0.0
+        if self.watchdog.abort_s and self.watchdog.post is not None:  # without letters, others may be at work still
+            timeout_s = self.watchdog.abort_s + min(self.watchdog.rank, 2)  # so that one rank ends the job, and says so
         with last_wait(timeout_s):
             self.watchdog.close()
         mpi.limit_end(timeout_s)

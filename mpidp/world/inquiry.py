@@ -86,8 +86,7 @@ class Inquiry:
         """
         wait_s, missing = longest_wait_s(seen), missing_ranks(seen)
         self._stopped -= {rank.beat.rank for rank in seen if not rank.is_silent}
-        # A phase that may take long may also keep a rank from answering; but not if its process does nothing at all.
-        is_excused = any(rank.beat.is_long and rank.beat.rank not in self._stopped for rank in missing)
+        is_excused = self._is_excused(missing)
         if is_excused:
             self._excused_at = clock
         counted_s = min(wait_s, clock - self._excused_at)
@@ -99,6 +98,10 @@ class Inquiry:
             if self._incident is not None and self._incident.is_told and warning_s:
                 self._say("mpidp: the stall is over, all ranks go on.")
             self._incident = None
+
+    def _is_excused(self, missing: Sequence[Seen]) -> bool:
+        """Phases that may take long may keep ranks from answering, too; but not if a process does nothing at all."""
+        return any(rank.beat.is_long and rank.beat.rank not in self._stopped for rank in missing)
 
     def _pursue(self, seen: list[Seen], clock: float, ends_job: bool, warning_s: float, abort_s: float) -> None:
         """Asks, or reports what was answered, or asks once more."""
@@ -132,8 +135,7 @@ class Inquiry:
 
     def _report(self, incident: _Incident, seen: list[Seen], warning_s: float, abort_s: float) -> None:
         incident.is_told = True
-        is_excused = any(rank.beat.is_long and rank.beat.rank not in self._stopped for rank in missing_ranks(seen))
-        outlook = _outlook(incident.ends_job, is_excused, abort_s)
+        outlook = _outlook(incident.ends_job, self._is_excused(missing_ranks(seen)), abort_s)
         text = report(seen, incident.answers, longest_wait_s(seen), outlook)
         if incident.ends_job:
             self._end_job(text)
