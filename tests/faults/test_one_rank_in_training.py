@@ -145,3 +145,12 @@ def test_a_rank_without_memory_is_named(tmp_path: Path, phase: str) -> None:
         assert "Traceback" not in result.output
     else:
         assert f"[rank 1 of 3 on {HOST}] at step 4, in phase backward: Traceback" in result.output
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_a_rank_without_memory_in_a_micro_batch(tmp_path: Path, overlap: str) -> None:
+    """Behaviour 30: in the second slice of four, none of which the other ranks have reduced."""
+    words = ("--model.name=own:Full", "--train.micro_batch=3", f"--reduce.overlap={overlap}")
+    result = train(tmp_path, *words, AT="2", WHAT="forward")
+    assert result.code == 1 and "Traceback" not in result.output, result.output
+    assert result.output.count(f"rank 1 of 3 ({HOST}) ran out of memory in step 1, phase forward") == 1
