@@ -5,11 +5,13 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mpidp.config import RunConfig, to_toml
+from mpidp.errors import DataError
 from mpidp.hdf5.batches.batch import Batch
 from mpidp.hdf5.loader import HDF5Loader
 from mpidp.train import rng
@@ -24,6 +26,7 @@ from mpidp.train.records.progress import Progress
 from mpidp.train.records.recorder import Recorder
 from mpidp.train.records.run_folder import RunFolder
 from mpidp.train.records.trace import Trace
+from mpidp.train.refusal import explain
 from mpidp.train.requeue import choose_resume, for_array_task
 from mpidp.train.resume import make_saver, restore, save
 from mpidp.train.sharding.optimizer import ShardedOptimizer
@@ -32,6 +35,7 @@ from mpidp.train.stop import StopSignal
 from mpidp.train.summary import describe_epoch, describe_start, describe_stop, summarise
 from mpidp.train.survivor import Survivor
 from mpidp.train.survivors import Part, Survivors
+from mpidp.world.abort import MEMORY_ADVICE, is_out_of_memory
 from mpidp.world.cores import warn_of_cores
 from mpidp.world.start import init
 from mpidp.world.status import BETWEEN
@@ -110,6 +114,8 @@ class Trainer:
         try:
             self._survive(self._train_epochs, Survivor(self))
         except BaseException as error:
+            if self.world.size == 1 and is_out_of_memory(error):  # of several the guard says so
+                error.add_note(f"Out of memory {self.world.status.where()}. {MEMORY_ADVICE}")
             self.saver.leave(error)
             self.trace.abandon()
             raise
@@ -238,8 +244,7 @@ class Trainer:
             with contextlib.nullcontext() if part.last else self.model.no_sync():
                 inputs, target = self._inputs(part)
                 with stopwatch("forward"):
-                    output = self.model(inputs)
-                    loss = self.loss(output, target)
+                    output, loss = self._forward(part, inputs, target)
                 reduce_s = self.model.reduce_s
                 with stopwatch("backward"):
                     part.weigh(loss).backward()  # type: ignore[no-untyped-call]
@@ -257,6 +262,24 @@ class Trainer:
         self.step += 1
         self.world.status.step = self.step
 
+    def _forward(self, batch: Batch, inputs: Tensor, target: Tensor) -> tuple[Any, Tensor]:
+        """What the model and the loss make of a batch. In training all ranks raise what one of them refuses."""
+        output = None
+        try:
+            output = self.model(inputs)
+            loss = self.loss(output, target)
+            if not isinstance(loss, Tensor) or loss.dim():
+                raise DataError("the loss is no scalar: it has to return the mean over the samples.")
+            return output, loss
+        except Exception as error:
+            fields = dict(zip(batch.fields, (inputs, target), strict=False))
+            refused = explain(error, self.config, self.model, fields, output)
+            if refused is None:
+                raise
+        if self.model.training:
+            self.model.fail(refused)
+        raise refused
+
     def _evaluate(self, epoch: int) -> None:
         """Mean loss and accuracy of the held-out samples, each counted once. Collective.
 
@@ -271,8 +294,8 @@ class Trainer:
             for batch in self.validation:
                 if batch.size:
                     inputs, target = self._inputs(batch)
-                    output = self.model(inputs)
-                    tally.add(self.loss(output, target), output, target, batch.size)
+                    output, loss = self._forward(batch, inputs, target)
+                    tally.add(loss, output, target, batch.size)
                 self.saver.poll()
                 if self._is_asked_to_stop(epoch):
                     return
