@@ -54,8 +54,8 @@ def check_agreed(world: World | None, settings: tuple[object, ...]) -> None:
         if settings != roots:
             raise MismatchError(
                 f"rank {world.rank} made an HDF5Loader with {settings}, rank 0 with {roots}: paths, fields, "
-                "(global_batch, seed, shuffle, lanes, mixing_chunks, split, mode, memory_bytes, allow_holes); give the "
-                "same on every rank"
+                "(global_batch, seed, shuffle, lanes, mixing_chunks, split, mode, memory_bytes, allow_holes, "
+                "drop_last); give the same on every rank"
             )
 
 
