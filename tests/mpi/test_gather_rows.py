@@ -60,7 +60,7 @@ def test_every_wrong_use_is_an_error_on_all_ranks(world: mpidp.World) -> None:
     with pytest.raises(DataError, match=r"values of shape \(3, 2\) and 2 row numbers"):
         world.gather_rows(torch.zeros(3, 2), [0, 1]) if world.rank == last else world.gather_rows(values, rows)
     if world.size > 1:
-        with pytest.raises(DataError, match="of torch.int64 and shape .* on rank 0, of torch.float32"):
+        with pytest.raises(DataError, match=r"of torch\.int64 and shape .* on rank 0, of torch\.float32"):
             world.gather_rows(torch.zeros(1, dtype=[torch.int64, torch.float32][world.rank > 0]), [world.rank])
     assert world.all(True)  # all are here
 
