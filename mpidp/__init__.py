@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mpidp.hdf5.batches.batch import Batch
     from mpidp.hdf5.decode.field import FieldSpec
     from mpidp.hdf5.loader import HDF5Loader
+    from mpidp.hdf5.shares import Shares, shares
     from mpidp.train.batch_norm.sync import SyncBatchNorm
     from mpidp.train.parallel.parallel import DataParallel
     from mpidp.train.records.trace import Trace
@@ -30,6 +31,7 @@ __all__ = [
     "HDF5Loader",
     "ReplicaCheck",
     "ShardedOptimizer",
+    "Shares",
     "StopSignal",
     "Survivors",
     "SyncBatchNorm",
@@ -38,6 +40,7 @@ __all__ = [
     "__version__",
     "errors",
     "init",
+    "shares",
 ]
 
 _HOMES = {
@@ -47,12 +50,14 @@ _HOMES = {
     "HDF5Loader": "mpidp.hdf5.loader",
     "ReplicaCheck": "mpidp.train.replicas.replicas",
     "ShardedOptimizer": "mpidp.train.sharding.optimizer",
+    "Shares": "mpidp.hdf5.shares",
     "StopSignal": "mpidp.train.stop",
     "Survivors": "mpidp.train.survivors",
     "SyncBatchNorm": "mpidp.train.batch_norm.sync",
     "Trace": "mpidp.train.records.trace",
     "World": "mpidp.world.world",
     "init": "mpidp.world.start",
+    "shares": "mpidp.hdf5.shares",
 }
 
 

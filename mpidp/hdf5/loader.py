@@ -36,6 +36,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mpidp")
 
+_SETTINGS = (
+    "paths, fields, "
+    "(global_batch, seed, shuffle, lanes, mixing_chunks, split, mode, memory_bytes, allow_holes, drop_last)"
+)
+
 
 class HDF5Loader:
     """Iterates over the steps of an epoch; constructing it is collective.
@@ -103,7 +108,8 @@ class HDF5Loader:
         self.world = world = resolve_world(world, "an HDF5Loader")
         specs = field_specs(fields)
         order = (global_batch, seed, shuffle, lanes, mixing_chunks, split, mode, memory_bytes, allow_holes, drop_last)
-        check_agreed(world, (absolute_paths(paths), tuple(spec.settings() for spec in specs), order))
+        given = (absolute_paths(paths), tuple(spec.settings() for spec in specs), order)
+        check_agreed(world, given, "an HDF5Loader", _SETTINGS)
         self.dataset = describe_together(world, paths, specs, allow_holes)
         node_bytes = memory_bytes or from_root(world, lambda: default_node_bytes(memory_limit()))
         self._node_bytes = node_bytes
