@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mpidp.hdf5.batches.batch import Batch
     from mpidp.hdf5.decode.field import FieldSpec
     from mpidp.hdf5.loader import HDF5Loader
+    from mpidp.hdf5.shares import Shares, shares
     from mpidp.train.batch_norm.sync import SyncBatchNorm
     from mpidp.train.parallel.parallel import DataParallel
     from mpidp.train.records.trace import Trace
@@ -28,6 +29,7 @@ __all__ = [
     "FieldSpec",
     "HDF5Loader",
     "ShardedOptimizer",
+    "Shares",
     "StopSignal",
     "Survivors",
     "SyncBatchNorm",
@@ -36,6 +38,7 @@ __all__ = [
     "__version__",
     "errors",
     "init",
+    "shares",
 ]
 
 _HOMES = {
@@ -44,12 +47,14 @@ _HOMES = {
     "FieldSpec": "mpidp.hdf5.decode.field",
     "HDF5Loader": "mpidp.hdf5.loader",
     "ShardedOptimizer": "mpidp.train.sharding.optimizer",
+    "Shares": "mpidp.hdf5.shares",
     "StopSignal": "mpidp.train.stop",
     "Survivors": "mpidp.train.survivors",
     "SyncBatchNorm": "mpidp.train.batch_norm.sync",
     "Trace": "mpidp.train.records.trace",
     "World": "mpidp.world.world",
     "init": "mpidp.world.start",
+    "shares": "mpidp.hdf5.shares",
 }
 
 

@@ -60,6 +60,8 @@ class DataSection:
     """Datasets in the files that make up a sample, in the order the model and the loss take them."""
     global_batch: int = 64
     """Samples of one optimizer step over all ranks; more ranks change speed, not the model."""
+    drop_last: bool = False
+    """Leave out an epoch's last step if it has fewer than global_batch samples; evaluation still takes all."""
     shuffle: Literal["lanes", "full", "none"] = "lanes"
     """Order of samples: lanes (whole chunks, mixed; fast), full (uniform; slow on chunked files), none."""
     lanes: int = 0

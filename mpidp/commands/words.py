@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 from mpidp.errors import ConfigError
+from mpidp.world.current import current_world
 from mpidp.world.launch import launch_facts
 
 if TYPE_CHECKING:
@@ -60,8 +61,7 @@ def speaks() -> bool:
 
 def started_world() -> "World | None":
     """Return this process's world if it has been started, without importing what would start MPI."""
-    module = sys.modules.get("mpidp.world.start")
-    return module.current() if module else None
+    return current_world()
 
 
 def say(text: str) -> None:

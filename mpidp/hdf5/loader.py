@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -27,29 +28,40 @@ from mpidp.hdf5.order.split import Part
 from mpidp.hdf5.order.steps import Share
 from mpidp.hdf5.preparation import check_agreed, check_batches, choose_threads, describe_together, from_root, select
 from mpidp.hdf5.rows.decoding import decoding, slow_paths
+from mpidp.world.current import CurrentWorld, resolve_world
 from mpidp.world.memory import memory_limit
 
 if TYPE_CHECKING:
     from mpidp.world.world import World
 
+log = logging.getLogger("mpidp")
+
+_SETTINGS = (
+    "paths, fields, "
+    "(global_batch, seed, shuffle, lanes, mixing_chunks, split, mode, memory_bytes, allow_holes, drop_last)"
+)
+
 
 class HDF5Loader:
     """Iterates over the steps of an epoch; constructing it is collective.
 
-    One `for` loop is the rest of the current epoch; at its end the next epoch, with another order, is
-    current. A batch counts as consumed when it is handed out, so `state_dict()` inside the loop body includes
-    it, and what was only read ahead is never included. After a `break` the next loop goes on behind the last
-    batch handed out. Every rank takes the same number of steps; no iteration is collective, but for mode
-    "store", in which every rank must take them.
+    One `for` loop is one epoch; at its end the next epoch, with another order, is current. A batch counts as
+    consumed when it is handed out, so `state_dict()` inside the loop body includes it, and what was only read
+    ahead is never included. A loop that was left early is continued by the next one, behind the last batch
+    handed out, and the logger `mpidp` says so once; `restart()` begins the epoch anew. In file order
+    (`shuffle="none"`) every loop begins at the start instead, but for the first one after `load_state_dict`.
+    Every rank takes the same number of steps; no iteration is collective, but for mode "store", in which every
+    rank must take them.
 
     A batch on the CPU is memory of the loader's, which is used again when nothing refers to it any more.
 
     paths: one HDF5 file or several, laid end to end. fields: names of datasets, or `FieldSpec`s for what is
     not taken as it is stored along the first axis. global_batch: samples of a step over all ranks. seed: of
-    order, split and the transforms' random numbers. world: the ranks that share the samples; None is this
-    process alone, on the CPU. shuffle: "lanes", "full" or "none" (see `Order`). lanes, mixing_chunks: see
-    `Order`; chosen from the file and `memory_bytes` when None. split: ("train", f) or ("validation", f) takes
-    that part of the rows, f being the fraction for validation.
+    order, split and the transforms' random numbers. world: the ranks that share the samples; those of
+    `mpidp.init()` by default, and with None this process alone, on the CPU. shuffle: "lanes", "full" or "none"
+    (see `Order`). lanes, mixing_chunks: see `Order`; chosen from the file and `memory_bytes` when None. split:
+    ("train", f) or ("validation", f) takes that part of the rows, f being the fraction for validation.
+    drop_last: leave out an epoch's last step if it has fewer than `global_batch` samples.
 
     mode: where rows come from; it never changes which samples form a batch. "stream": from the files, by
     threads. "node": from one decoded copy in the memory of each node. "store": from the memory of all ranks,
@@ -65,8 +77,10 @@ class HDF5Loader:
     memory_bytes: of each node that decoded rows read ahead may take; an eighth of it, at most 2 GiB, when None.
     allow_holes: whether chunks that were never written may read as the dataset's fill value.
 
-    Raises `DataError` on every rank for files or values that cannot be used, and `MismatchError` when ranks
-    were given different ones.
+    dataset: what was found in the files; `len(loader.dataset)` is the number of samples that this loader takes.
+
+    Raises `DataError` on every rank for files or values that cannot be used, `MismatchError` when ranks were
+    given different ones, and `LaunchError` for no `world` in a job of several processes without `mpidp.init()`.
     """
 
     def __init__(
@@ -75,7 +89,7 @@ class HDF5Loader:
         fields: Fields,
         global_batch: int,
         seed: int = 0,
-        world: World | None = None,
+        world: World | CurrentWorld | None = "current",
         shuffle: Shuffle = "lanes",
         lanes: int | None = None,
         mixing_chunks: int | None = None,
@@ -89,11 +103,13 @@ class HDF5Loader:
         threads: int | None = None,
         memory_bytes: int | None = None,
         allow_holes: bool = False,
+        drop_last: bool = False,
     ) -> None:
-        self.world = world
+        self.world = world = resolve_world(world, "an HDF5Loader")
         specs = field_specs(fields)
-        order = (global_batch, seed, shuffle, lanes, mixing_chunks, split, mode, memory_bytes, allow_holes)
-        check_agreed(world, (absolute_paths(paths), tuple(spec.settings() for spec in specs), order))
+        order = (global_batch, seed, shuffle, lanes, mixing_chunks, split, mode, memory_bytes, allow_holes, drop_last)
+        given = (absolute_paths(paths), tuple(spec.settings() for spec in specs), order)
+        check_agreed(world, given, "an HDF5Loader", _SETTINGS)
         self.dataset = describe_together(world, paths, specs, allow_holes)
         node_bytes = memory_bytes or from_root(world, lambda: default_node_bytes(memory_limit()))
         self._node_bytes = node_bytes
@@ -103,13 +119,17 @@ class HDF5Loader:
             self._selection = select(self.dataset, split, seed)
             if lanes is None or mixing_chunks is None:
                 lanes, mixing_chunks = choose_mixing(self.dataset, node_bytes, lanes, mixing_chunks)
-            self.order = Order(self._selection.chunk_rows, seed, lanes, mixing_chunks, global_batch, shuffle)
-            check_batches(global_batch, prefetch_batches, self.order.num_samples, self.dataset)
+            num_samples = int(self._selection.chunk_rows.sum())
+            check_batches(global_batch, prefetch_batches, num_samples, self.dataset)
+            self.dataset = replace(self.dataset, num_selected=num_samples)
+            self.order = Order(self._selection.chunk_rows, seed, lanes, mixing_chunks, global_batch, shuffle, drop_last)
             self._threads = choose_threads(threads, world)
         self.mode = mode
         self._make_batch = BatchMaker(world, transform, sample_transform)
         self._epoch = 0
         self._position = 0
+        self._continues = False  # the next pass goes on from the position because someone asked for it
+        self._told = False
         self._stretch: Stretch | None = None
         self._stretch_at = (0, 0)
         self._pass = object()
@@ -157,9 +177,8 @@ class HDF5Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         this = self._pass = object()
-        if self._position == self.num_samples:
-            self._finish_epoch()
-        while self._position < self.num_samples:
+        self._begin_pass()
+        while self.remaining_steps:
             if self._pass is not this:
                 raise RuntimeError("this pass over the loader was closed, for instance by another pass that began")
             self._check_process()
@@ -173,6 +192,12 @@ class HDF5Loader:
             yield self._make_batch(assembled, self.order.seed)
         if self._pass is this:
             self._finish_epoch()
+
+    def restart(self) -> None:
+        """Begin the current epoch anew, from its first step: end the pass in progress, if any. Not collective."""
+        self.stop()
+        self._position, self._continues = 0, False
+        self.keep()
 
     def stop(self) -> None:
         """End the pass in progress, if any, and all threads. The position stays, and another pass may follow."""
@@ -228,7 +253,7 @@ class HDF5Loader:
         self.stop()
         adopted = {name: state[name] for name in ("seed", "lanes", "mixing_chunks")}
         self.order = replace(self.order, **adopted)
-        self._epoch, self._position = state["epoch"], state["position"]
+        self._epoch, self._position, self._continues = state["epoch"], state["position"], True
         self.keep()
 
     def keep(self) -> None:
@@ -242,7 +267,7 @@ class HDF5Loader:
         read once more; in the other modes what nodes hold stays.
         """
         self.stop()
-        self._epoch, self._position = self._kept
+        (self._epoch, self._position), self._continues = self._kept, True
         if self._source is None:
             return
         assert self.world is not None
@@ -292,12 +317,31 @@ class HDF5Loader:
                 "are missing; use it where it was made, without worker processes: it reads ahead by itself"
             )
 
+    def _begin_pass(self) -> None:
+        """Choose where a pass begins that was not left at a position on purpose."""
+        if not self.remaining_steps:
+            self._finish_epoch()
+        if self._position and not self._continues:
+            if self.order.shuffle == "none":
+                self._position = 0
+            elif not self._told and self._ranks[1] == 0:
+                self._told = True
+                log.warning(
+                    "the loop over an HDF5Loader goes on behind the %s of %s samples of epoch %d that the last loop "
+                    "handed out before it was left; loader.restart() before a loop begins the epoch anew",
+                    f"{self._position:,}",
+                    f"{self.num_samples:,}",
+                    self._epoch,
+                )
+        self._continues = False
+
     def _end_reading(self) -> None:
         if self._stretch is not None:
             self._stretch.close()
             self._stretch = None
 
     def _finish_epoch(self) -> None:
+        ended = self._epoch, self._position
         self._epoch, self._position = self._epoch + 1, 0
-        if self._stretch is not None and self._stretch_at == (self._epoch - 1, self.num_samples):
+        if self._stretch is not None and self._stretch_at == ended:
             self._stretch_at = self._epoch, 0  # which is what it gives next

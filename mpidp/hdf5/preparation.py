@@ -45,17 +45,16 @@ def describe_together(world: World | None, paths: Paths, specs: tuple[FieldSpec,
     return dataset
 
 
-def check_agreed(world: World | None, settings: tuple[object, ...]) -> None:
+def check_agreed(world: World | None, settings: tuple[object, ...], made: str, names: str) -> None:
     """Raise `MismatchError` on every rank unless all were given the same settings. Collective."""
     if world is None:
         return
     roots = world.broadcast(settings)
-    with world.together("comparing the settings of HDF5Loader"):
+    with world.together(f"comparing the settings of {made}"):
         if settings != roots:
             raise MismatchError(
-                f"rank {world.rank} made an HDF5Loader with {settings}, rank 0 with {roots}: paths, fields, "
-                "(global_batch, seed, shuffle, lanes, mixing_chunks, split, mode, memory_bytes, allow_holes); give the "
-                "same on every rank"
+                f"rank {world.rank} made {made} with {settings}, rank 0 with {roots}: {names}; give the same on every "
+                "rank"
             )
 
 

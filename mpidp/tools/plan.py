@@ -85,12 +85,14 @@ def _training_loader(config: RunConfig) -> HDF5Loader:
         field_specs_of(data),
         data.global_batch,
         seed=config.run.seed,
+        world=None,
         shuffle=data.shuffle,
         lanes=data.lanes or None,
         mixing_chunks=data.mixing_chunks or None,
         memory_bytes=data.memory_bytes or None,
         allow_holes=data.allow_holes,
         split=("train", data.validation_fraction) if data.validation_fraction else None,
+        drop_last=data.drop_last,
     )
 
 
@@ -110,12 +112,17 @@ def _samples_text(order: Order, ranks: int) -> str:
         f"plan for {ranks} {'rank' if ranks == 1 else 'ranks'}",
         f"  samples         {order.num_samples} in {len(order.chunk_rows)} chunks",
         f"  global batch    {order.global_batch}",
-        f"  steps an epoch  {order.steps()}",
+        f"  steps an epoch  {order.steps()}{_left_out(order)}",
         f"  order           {order.shuffle}",
     ]
     if order.shuffle == "lanes":
         lines[-1] += f": {order.lanes} lanes, {order.mixing_chunks} chunks of a lane mixed"
     return "\n".join(lines)
+
+
+def _left_out(order: Order) -> str:
+    rest = order.num_samples - order.end()
+    return f"; {rest} {'sample is' if rest == 1 else 'samples are'} left out (drop_last)" if rest else ""
 
 
 def _shards_text(counts: dict[int, list[int]]) -> str:

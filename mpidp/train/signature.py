@@ -8,6 +8,9 @@ from torch import nn
 from mpidp.errors import MismatchError, MpidpError
 from mpidp.world.world import World
 
+# By the name of the class: to import them would load what few runs need, and this module is below the wrapper.
+_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+
 
 def module_signature(module: nn.Module) -> list[str]:
     """One line a parameter and buffer: everything that must be equal on all ranks, but not the values."""
@@ -21,6 +24,7 @@ def module_signature(module: nn.Module) -> list[str]:
 
 def check_supported(module: nn.Module, world: World) -> None:
     """Raises MpidpError for a module whose gradients cannot be reduced, naming the parameter."""
+    check_not_wrapped(module)
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     if not named:
         raise MpidpError(
@@ -44,6 +48,19 @@ def check_supported(module: nn.Module, world: World) -> None:
                 f"layer {name or type(layer).__name__} has sparse=True: sparse gradients are not reduced. "
                 f"Use sparse=False."
             )
+
+
+def check_not_wrapped(module: nn.Module) -> None:
+    """Raises MpidpError for a module that is, or holds, a wrapper which reduces gradients by itself."""
+    for name, layer in module.named_modules():
+        for kind in type(layer).__mro__:
+            package = kind.__module__.partition(".")[0]
+            if kind.__name__ in _WRAPPERS and package in ("mpidp", "torch"):
+                where = f"layer {name} of the model" if name else "the model"
+                raise MpidpError(
+                    f"{where} is wrapped in {package}'s {kind.__name__} already, which reduces gradients by itself: "
+                    f"they would be reduced twice. Give mpidp.DataParallel the plain module (wrapper.module)."
+                )
 
 
 def check_same(world: World, lines: Sequence[str], what: str) -> None:

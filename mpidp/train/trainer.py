@@ -202,7 +202,7 @@ class Trainer:
 
     def _all_steps_done(self, epoch: int) -> bool:
         """Whether the run was resumed from a checkpoint of this epoch's last step, before the evaluation."""
-        return self.loader.epoch == epoch and self.loader.position == self.loader.num_samples
+        return self.loader.epoch == epoch and self.loader.remaining_steps == 0
 
     def _train_epoch(self, epoch: int) -> None:
         """Every sample that is left of the epoch, once."""

@@ -9,6 +9,7 @@ from mpidp.errors import LaunchError
 from mpidp.world.abort import AbortGuard
 from mpidp.world.awareness import Awareness, decide, library_hint, probe_in_child
 from mpidp.world.cores import cores_per_rank, warn_of_cores
+from mpidp.world.current import current_world, set_current_world
 from mpidp.world.device import check_not_shared, device_uuid, set_device
 from mpidp.world.launch import cannot_start, launch_facts, size_mismatch
 from mpidp.world.mapped import mapped, missing_gtl, two_libraries
@@ -33,8 +34,6 @@ _THREAD_LEVELS = {
     MPI.THREAD_MULTIPLE: "MPI_THREAD_MULTIPLE",
 }
 
-_world: World | None = None
-
 
 def init(*, share_gpu: bool = False, stall_warning_s: float | None = None, stall_abort_s: float | None = None) -> World:
     """Starts MPI if needed and returns this process's World. Idempotent. Collective at the first call.
@@ -55,18 +54,14 @@ def init(*, share_gpu: bool = False, stall_warning_s: float | None = None, stall
     Warns:
         UserWarning: on rank 0, ranks have more threads than cores, or are pinned to the same few.
     """
-    global _world
-    if _world is None:
+    world = current_world()
+    if world is None:
         _start_mpi()
-        _world = _make_world(share_gpu or os.environ.get("MPIDP_SHARE_GPU") == "1")
-    if _world.watchdog is not None:
-        _world.watchdog.configure(stall_warning_s, stall_abort_s)
-    return _world
-
-
-def current() -> World | None:
-    """The World that `init` made in this process, or None. Starts nothing."""
-    return _world
+        world = _make_world(share_gpu or os.environ.get("MPIDP_SHARE_GPU") == "1")
+        set_current_world(world)
+    if world.watchdog is not None:
+        world.watchdog.configure(stall_warning_s, stall_abort_s)
+    return world
 
 
 def _start_mpi() -> None:

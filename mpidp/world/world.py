@@ -10,15 +10,18 @@ from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from mpidp.world.abort import AbortGuard
 from mpidp.world.awareness import Awareness
+from mpidp.world.gather_rows import Rows, gather_rows
 from mpidp.world.mpi import MPI
 from mpidp.world.scalar import reduced
 from mpidp.world.shared_error import share_error
 from mpidp.world.status import Status, status
 from mpidp.world.topology import Topology
 from mpidp.world.watchdog import Watchdog
+from mpidp.world.weigh import check_count, check_loss, weighed
 
 T = TypeVar("T")
 
@@ -98,6 +101,47 @@ class World:
         if weights == 0:
             raise ValueError("mean over ranks whose weights sum to 0: no rank has anything to average")
         return total / weights
+
+    def weigh(self, loss: Tensor, count: int) -> Tensor:
+        """Return `loss` scaled so that its plain mean over ranks is the mean over the `count`s of all ranks.
+
+        So that gradients, which `DataParallel` averages over ranks, are those of the mean over the global batch.
+        Collective: all ranks call it, once for each backward pass.
+
+        Args:
+            loss: scalar, the mean over `count` things here: samples, tokens, ...
+            count: how many. Where it is 0 the loss may be NaN, or that of any other batch; the result is then 0 and
+                gives parameters no gradient, though `backward` still passes all of them.
+
+        Raises:
+            DataError: a loss that is no scalar, or a negative count.
+        """
+        check_loss(loss)
+        check_count(count)
+        return weighed(loss, count, round(self.sum([count])[0]), self.size)
+
+    def gather_rows(self, values: Tensor, rows: Rows, num_rows: int | None = None) -> Tensor:
+        """Return what all ranks hold for rows of a data set, in the order of the rows, on every rank. Collective.
+
+        With predictions of a whole pass, concatenated over its batches, this is what one process would have computed:
+
+            outputs = world.gather_rows(torch.cat(outputs), np.concatenate(rows), len(loader.dataset))
+
+        It takes the memory of the whole result on each rank: gather predicted classes rather than all scores.
+
+        Args:
+            values: shape (n, ...), any device and dtype; n may differ between ranks. Where n is 0, any empty tensor.
+            rows: the n row numbers, such as `batch.indices`; each row on one rank, once.
+            num_rows: how many rows must come in all; None for no such check.
+
+        Returns:
+            Shape (N, ...) on the CPU, without autograd: row i belongs to the i-th smallest row number.
+
+        Raises:
+            DataError: on every rank: rows that came twice or, of `num_rows`, not at all; values of unequal dtype or
+                shape; n values for another number of rows.
+        """
+        return gather_rows(self.comm, values, rows, num_rows)
 
     def broadcast(self, obj: T | None) -> T:
         """Rank 0's object, on every rank. Collective; for small objects (it is pickled)."""

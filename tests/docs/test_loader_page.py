@@ -8,6 +8,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 import mpidp
 from mpidp.config import from_dict
@@ -19,6 +20,23 @@ ROWS = 600
 
 def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+def test_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two epochs of the page's digits, the second with the tensors unpacked."""
+    monkeypatch.chdir(PAGE.parents[1])
+    sizes: list[int] = []
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(x))
+        return x.flatten(1)[:, :10]
+
+    scope = {"mpidp": mpidp, "F": F, "model": model, "world": mpidp.init()}
+    exec(blocks("python")[0], scope)
+    loader = scope["loader"]
+    assert sum(sizes) == 2 * len(loader.dataset) and len(sizes) == 2 * len(loader)
+    assert scope["loss"].isfinite()
+    loader.close()
 
 
 @pytest.fixture
@@ -36,7 +54,7 @@ def particles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.filterwarnings("ignore:.*is read by HDF5, one thread at a time.*:UserWarning")
 def test_field_specs(particles: Path) -> None:
-    loader = eval(blocks("python")[0].strip(), {"mpidp": mpidp, "np": np})
+    loader = eval(blocks("python")[1].strip(), {"mpidp": mpidp, "np": np})
     seen = 0
     for batch in loader:
         rows = torch.from_numpy(batch.indices)
@@ -60,7 +78,7 @@ def test_the_same_in_a_run_file(particles: Path) -> None:
 def test_random_numbers_belong_to_samples(particles: Path) -> None:
     """The transform of the page flips the same samples whatever the batch."""
     scope: dict[str, object] = {"torch": torch}
-    exec(blocks("python")[1], scope)
+    exec(blocks("python")[2], scope)
 
     def flipped(global_batch: int) -> dict[int, bool]:
         fields = [mpidp.FieldSpec("images", name="x", axis=-1)]

@@ -45,7 +45,7 @@ import mpidp.train.sharding.optimizer
 import mpidp.train.sharding.shard
 import mpidp.train.survivors
 import mpidp.world.recovery
-from mpidp.world.start import current
+from mpidp.world.current import current_world
 
 RANK = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0"))
 KILLS = [kill.split(":") for kill in os.environ.get("KILLS", "").split()]
@@ -101,7 +101,7 @@ class Net(torch.nn.Module):
 
     def forward(self, x):
         if self.training:
-            note("tried", done, current().size, *(int(row) for row in x[:, 0]))
+            note("tried", done, current_world().size, *(int(row) for row in x[:, 0]))
         here("forward" if self.training else "evaluate")
         return self.last(torch.relu(self.first(x[:, 1:])))
 
@@ -117,7 +117,7 @@ class SGD(torch.optim.SGD):
         global done
         here("optimizer")
         super().step(closure)
-        note("taken", done, current().size)
+        note("taken", done, current_world().size)
         done += 1
         here("after")
 '''

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 import mpidp
-from mpidp.world.start import current
+from mpidp.world.current import current_world
 
 calls = 0
 
@@ -56,7 +56,7 @@ def on_end(model, config):
 def transform(fields):
     global calls
     calls += 1
-    if current().rank == 1 and calls == 3:
+    if current_world().rank == 1 and calls == 3:
         raise mpidp.errors.DataError("sample 17 is no picture")
     return fields
 

@@ -127,3 +127,40 @@ def test_ranks_that_disagree(world: World, path: Path) -> None:
     """Behaviour 33: an error on every rank that names both sides."""
     with pytest.raises(MismatchError, match=r"rank 1 made .*\(16, 1, .*rank 0 with .*\(16, 0, "):
         make(path, world, seed=world.rank)
+
+
+def test_the_world_of_init_is_taken(world: World, path: Path) -> None:
+    """Behaviour 23: forgotten, the ranks share the samples all the same; None asks for all of them."""
+    shared = HDF5Loader(path, ("x",), 16, lanes=8)
+    assert shared.world is world
+    assert sorted(row for batch in shared for row in global_rows(world, batch.indices)) == list(range(ROWS))
+    assert sum(batch.size for batch in HDF5Loader(path, ("x",), 16, lanes=8, world=None)) == ROWS
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_drop_last(world: World, path: Path, shuffle: Shuffle) -> None:
+    """Behaviours 23 to 25: all ranks leave out the same step, and none is without samples."""
+    loader = make(path, world, shuffle=shuffle, drop_last=True)
+    complete = make(path, None, shuffle=shuffle)  # type: ignore[arg-type]
+    for _ in range(2):
+        expected = [sorted(batch.indices.tolist()) for batch in complete][: ROWS // 16]
+        assert [global_rows(world, batch.indices) for batch in loader] == expected
+    next(iter(loader))
+    other = make(path, world, shuffle=shuffle, global_batch=40, drop_last=True)
+    other.load_state_dict(loader.state_dict())
+    assert [batch.global_size for batch in other] == [40] * ((ROWS - 16) // 40)
+
+
+def test_a_new_pass_in_file_order_on_all_ranks(world: World, path: Path) -> None:
+    """Behaviour 26: after a pass that broke off, which no rank knows of another."""
+    loader = make(path, world, shuffle="none")
+    for _ in zip(range(1 + world.rank), loader, strict=False):
+        pass
+    assert sorted(row for batch in loader for row in global_rows(world, batch.indices)) == list(range(ROWS))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_must_agree_on_drop_last(world: World, path: Path) -> None:
+    """Behaviour 33."""
+    with pytest.raises(MismatchError, match="drop_last"):
+        make(path, world, drop_last=world.rank == 1)

@@ -60,7 +60,8 @@ def make(paths: Any, world: World | None, folder: Path, mode: Mode, **options: A
 
 def alone(paths: Any, **options: Any) -> HDF5Loader:
     """The same on one process, streaming."""
-    return HDF5Loader(paths, **{"fields": ("x", "y"), "global_batch": 16, "lanes": 6, "threads": 1, **options})
+    given = {"fields": ("x", "y"), "global_batch": 16, "lanes": 6, "threads": 1}
+    return HDF5Loader(paths, world=None, **{**given, **options})
 
 
 def all_rows(world: World, indices: np.ndarray) -> list[int]:

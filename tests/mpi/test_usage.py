@@ -12,6 +12,7 @@ from torch.nn import functional as F  # noqa: N812  # the name every PyTorch pro
 from torch.utils.checkpoint import checkpoint
 
 import mpidp
+from mpidp.errors import MpidpError
 
 
 class Chain(nn.Module):
@@ -227,3 +228,12 @@ def test_two_models_in_the_manner_of_gans(world: mpidp.World) -> None:
         for found, expected in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-13)
         assert same_bits(world, model.parameters())
+
+
+def test_a_wrapper_around_a_wrapper_is_refused(world: mpidp.World) -> None:
+    """Behaviour 51: gradients would be reduced twice."""
+    model = mpidp.DataParallel(small_model(), world, quiet=True)
+    for inner in (model, nn.Sequential(model)):
+        with pytest.raises(MpidpError, match="is wrapped in mpidp's DataParallel already"):
+            mpidp.DataParallel(inner, world, quiet=True)
+    mpidp.DataParallel(model.unwrap(), world, quiet=True).unwrap()

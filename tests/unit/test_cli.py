@@ -36,7 +36,7 @@ TRAIN_OPTIONS = """
 --run.name --run.folder --run.seed
 --data.train --data.validation --data.validation_fraction --data.fields --data.global_batch --data.shuffle
 --data.lanes --data.mixing_chunks --data.mode --data.stage_folder --data.memory_bytes --data.threads --data.allow_holes
---data.transform --data.sample_transform
+--data.drop_last --data.transform --data.sample_transform
 --model.name --loss.name --optimizer.name --optimizer.lr --optimizer.sharded --scheduler.name
 --train.epochs --train.fault_tolerance --train.min_ranks
 --train.clip_norm --train.micro_batch --train.sync_batch_norm --train.dtype --train.threads --train.on_end
@@ -83,8 +83,7 @@ def four_ranks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Pretend that this process is one rank of four; returns what was done to the abort guard."""
     done: list[str] = []
     guard = SimpleNamespace(remove=lambda: done.append("removed"))
-    module = SimpleNamespace(current=lambda: SimpleNamespace(rank=0, size=4, guard=guard))
-    monkeypatch.setitem(sys.modules, "mpidp.world.start", module)
+    monkeypatch.setattr("mpidp.world.current._world", SimpleNamespace(rank=0, size=4, guard=guard))
     return done
 
 
@@ -197,7 +196,7 @@ def test_a_wrong_word_ends_with_2_and_the_way_out(
 def test_only_rank_0_of_the_launcher_speaks(
     words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, "mpidp.world.start", raising=False)  # another test may have started MPI here
+    monkeypatch.setattr("mpidp.world.current._world", None)  # another test may have started MPI here
     monkeypatch.setenv("PMI_RANK", "1")
     assert main(words) == 2
     assert capsys.readouterr() == ("", "")
@@ -347,7 +346,7 @@ def test_the_first_rank_speaks_whatever_the_launcher_called_it(monkeypatch: pyte
     monkeypatch.setenv("PMI_RANK", "2")
     monkeypatch.setenv("PMI_SIZE", "4")
     assert speaks()
-    monkeypatch.delitem(sys.modules, "mpidp.world.start")
+    monkeypatch.setattr("mpidp.world.current._world", None)
     assert not speaks()
 
 

@@ -178,6 +178,108 @@ def test_after_a_break_the_next_loop_goes_on(paths: list[Path]) -> None:
     assert (loader.epoch, loader.position) == (3, 0)
 
 
+@pytest.mark.parametrize("split", [None, ("validation", 0.4)])
+def test_a_pass_in_file_order_begins_at_the_start(paths: list[Path], split: Any) -> None:
+    """Behaviour 26: whatever was left of another pass; only a state that was loaded is continued, once."""
+    loader = make(paths, shuffle="none", global_batch=16, split=split)
+    whole = sorted(rows(make(paths, shuffle="none", global_batch=16, split=split)))
+    assert len(whole) == len(loader.dataset) == loader.num_samples
+    next(iter(loader))
+    assert rows(loader) == whole
+    list(zip(range(2), loader, strict=False))
+    assert rows(loader) == whole
+    assert [rows([next(iter(loader))]) for _ in range(2)] == [whole[:16]] * 2
+    for step, _ in enumerate(loader, start=1):
+        if step == len(loader):
+            break  # on the last batch
+    assert rows(loader) == whole
+    next(iter(loader))
+    loader.load_state_dict(loader.state_dict())
+    assert rows(loader) == whole[16:]
+    assert rows(loader) == whole
+
+
+def test_a_training_loader_says_once_that_it_goes_on(paths: list[Path], caplog: pytest.LogCaptureFixture) -> None:
+    """A pass that broke off; not one that was resumed, nor one that broke off at its end."""
+    loader = make(paths)
+    loader.load_state_dict({**loader.state_dict(), "position": 64})
+    assert len(rows(loader)) == ROWS - 64
+    for batch in loader:
+        if batch.global_size < 32:
+            break
+    assert len(rows(loader)) == ROWS and not caplog.records
+    for _ in range(3):
+        next(iter(loader))
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("mpidp", "WARNING")
+    assert "goes on behind the 32 of 150 samples of epoch 3" in record.getMessage()
+    assert "loader.restart()" in record.getMessage()
+    assert len(rows(loader)) == ROWS - 96 and len(caplog.records) == 1
+    other = make(paths, world=OneOf(1, 2))
+    for _ in range(2):
+        next(iter(other))
+    assert len(caplog.records) == 1  # rank 0 speaks
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_restart_begins_the_epoch_anew(paths: list[Path], shuffle: Shuffle, caplog: pytest.LogCaptureFixture) -> None:
+    loader, again = make(paths, shuffle=shuffle), make(paths, shuffle=shuffle)
+    first, second = rows(again), rows(again)
+    list(zip(range(2), loader, strict=False))
+    loader.restart()
+    assert loader.position == 0 and rows(loader) == first
+    running = iter(loader)
+    next(running)
+    loader.restart()
+    with pytest.raises(RuntimeError, match="was closed"):
+        next(running)
+    loader.load_state_dict({**loader.state_dict(), "position": 50})
+    loader.restart()
+    assert rows(loader) == second and not caplog.records
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+@pytest.mark.parametrize("size", [1, 3])
+def test_drop_last(paths: list[Path], shuffle: Shuffle, size: int) -> None:
+    """Behaviour 23: an incomplete last step is left out, on all ranks, and nothing else changes; three epochs."""
+    dropping = [make(paths, shuffle=shuffle, drop_last=True, world=OneOf(rank, size)) for rank in range(size)]
+    complete = [make(paths, shuffle=shuffle, world=OneOf(rank, size)) for rank in range(size)]
+    for epoch in range(3):
+        for loader, other in zip(dropping, complete, strict=True):
+            assert len(loader) == loader.remaining_steps == 4
+            batches = list(loader)
+            assert [batch.global_size for batch in batches] == [32] * 4
+            assert [batch.indices.tolist() for batch in batches] == [b.indices.tolist() for b in list(other)[:4]]
+            assert (loader.epoch, loader.position) == (epoch + 1, 0)
+            assert len(loader.dataset) == ROWS
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_resume_with_drop_last(paths: list[Path], shuffle: Shuffle) -> None:
+    """Behaviour 25: at any step; with another global batch the unseen samples follow, up to its incomplete step."""
+    for steps in range(5):
+        loader = make(paths, shuffle=shuffle, drop_last=True)
+        seen = rows(batch for _, batch in zip(range(steps), loader, strict=False))
+        state = loader.state_dict()
+        assert state["position"] == 32 * steps
+        same = make(paths, shuffle=shuffle, drop_last=True)
+        same.load_state_dict(state)
+        assert same.remaining_steps == 4 - steps
+        all_of_it = make(paths, shuffle=shuffle, global_batch=7)
+        all_of_it.load_state_dict(state)
+        assert sorted(seen + rows(all_of_it)) == list(range(ROWS))
+        other = make(paths, shuffle=shuffle, global_batch=40, drop_last=True)
+        other.load_state_dict(state)
+        left = (ROWS - 32 * steps) // 40
+        assert other.remaining_steps == left
+        if left:
+            rest = rows(other)
+            assert len(rest) == 40 * left and not set(rest) & set(seen)
+        else:  # nothing is left of that epoch, so this is the next
+            assert [batch.global_size for batch in other] == [40] * 3
+        assert other.epoch == 1 + (not left)
+
+
 def test_a_second_pass_ends_the_first(paths: list[Path]) -> None:
     loader = make(paths)
     first = iter(loader)
@@ -217,6 +319,7 @@ def test_another_seed_would_change_the_split(paths: list[Path]) -> None:
     [
         ({"global_batch": 0}, "global_batch is 0"),
         ({"global_batch": 151}, "global_batch is 151, but there are only 150 samples"),
+        ({"global_batch": 151, "drop_last": True}, "global_batch is 151, but there are only 150 samples"),
         ({"prefetch_batches": 0}, "prefetch_batches is 0"),
         ({"lanes": 0}, "lanes is 0"),
         ({"mixing_chunks": 0}, "mixing_chunks is 0"),
@@ -446,8 +549,21 @@ def test_fields_of_a_batch() -> None:
         _ = batch.z
     with pytest.raises(KeyError, match="this batch has x, y"):
         batch["z"]
-    with pytest.raises(TypeError, match="not iterable"):
-        iter(batch)  # type: ignore[call-overload]
+    x, y = batch
+    assert x is batch.x and y is batch.y
+
+
+def test_a_batch_goes_to_a_device() -> None:
+    """As a tensor does; what it knows of its step goes with it."""
+    part = _batch(6, 8, OneOf(0, 2)).micro_batches(4)[0]
+    moved = part.to("meta", non_blocking=True)
+    assert [tensor.device.type for tensor in moved] == ["meta", "meta"]
+    assert (moved.size, moved.global_size, moved.last, moved.fields) == (3, 8, False, ("x", "y"))
+    assert moved.indices is part.indices
+    with pytest.raises(DataError, match="one of several micro batches"):
+        moved.weigh(torch.tensor(1.0), count=3)
+    assert moved.weigh(torch.tensor(1.0)).item() == 3 * 2 / 8
+    assert part.to(CPU).x is part.x
 
 
 def test_the_example_of_the_readme_learns(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The order of samples: every one once, the same global batches at any size, resumable at any position."""
 
+from dataclasses import replace
 from itertools import chain
 from zlib import crc32
 
@@ -54,6 +55,20 @@ def test_every_sample_once_in_the_same_batches_at_every_size(order: Order, epoch
     assert len(expected) == order.steps()
     for size in SIZES[1:]:
         assert batches(steps(order, epoch, 0, size)) == expected
+
+
+@given(orders(), st.integers(0, 999))
+def test_drop_last_leaves_out_an_incomplete_step(order: Order, position: int) -> None:
+    """Behaviours 23 and 25: from any position on; the end is where a step ends."""
+    position %= order.num_samples + 1
+    if order.global_batch > order.num_samples:
+        with pytest.raises(DataError, match="drop_last leaves no step"):
+            replace(order, drop_last=True)
+        return
+    dropping = replace(order, drop_last=True)
+    assert dropping.steps(position) == (order.num_samples - position) // order.global_batch
+    assert dropping.end(position) == position + dropping.steps(position) * order.global_batch
+    assert order.end(position) == order.num_samples
 
 
 @settings(deadline=None, max_examples=60)

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import h5py
@@ -50,6 +51,15 @@ def over(optimizer: Callable[..., torch.optim.Optimizer], **arguments: object) -
 
 
 SGD = over(torch.optim.SGD, lr=0.1)
+
+
+def test_a_plan_says_what_drop_last_leaves_out(file: str) -> None:
+    """Behaviour 23: the last step that is shown is a complete one."""
+    section = replace(config_of(file).data, global_batch=16, drop_last=True)
+    text = plan(RunConfig(data=section, model=ModelSection("mlp")), nn.Linear(3, 2), SGD, ranks=3)
+    assert "steps an epoch  6; 4 samples are left out (drop_last)" in text
+    assert [line[:2] for line in lines_of(text) if line and line[0] in ("5", "6")] == [["5", "16"]]
+    assert "left out" not in plan(config_of(file, drop_last=True), nn.Linear(3, 2), SGD, ranks=3)
 
 
 def test_shards_of_a_plan_are_those_of_the_loader(file: str) -> None:
@@ -166,7 +176,7 @@ def test_a_dry_run_under_a_launcher_plans_for_its_ranks_and_speaks_once(
     file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["train", f"--data.train={file}", "--model.name=cnn", "--dry-run"]
-    monkeypatch.delitem(sys.modules, "mpidp.world.start", raising=False)  # another test may have started MPI here
+    monkeypatch.setattr("mpidp.world.current._world", None)  # another test may have started MPI here
     monkeypatch.setenv("PMI_SIZE", "3")
     monkeypatch.setenv("PMI_RANK", "1")
     assert main(words) == 0

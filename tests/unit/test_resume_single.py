@@ -77,6 +77,31 @@ def test_a_resumed_run_ends_with_the_same_bits(run: Run, kind: str, optimizer: s
         assert all(torch.equal(weights(whole)[name], tensor) for name, tensor in end.items())
 
 
+@pytest.mark.parametrize("shuffle", ["lanes", "none"])
+def test_a_resumed_run_leaves_out_the_same_steps(run: Run, shuffle: str) -> None:
+    """Behaviours 23 and 43: 42 samples are 4 complete steps; resumed inside an epoch, at its end, and behind it."""
+    settings = {
+        "data__drop_last": True,
+        "data__shuffle": shuffle,
+        "checkpoint__every_steps": 1,
+        "checkpoint__keep": 99,
+        "log__every_steps": 1,
+    }
+    whole = run(**settings)
+    expected, end = losses(whole), weights(whole)
+    assert [record["samples"] for record in records(whole, "train")] == [10] * 8
+    assert [record["samples"] for record in records(whole, "validation")] == [11] * 2
+    for step in (2, 4, 6):
+        for path in (whole / "checkpoints").glob("step_*"):
+            if int(path.name.removeprefix("step_")) > step:
+                for file in path.iterdir():
+                    file.unlink()
+                path.rmdir()
+        run(resume=whole, **settings)
+        assert losses(whole) == expected, f"resumed at step {step}"
+        assert all(torch.equal(weights(whole)[name], tensor) for name, tensor in end.items())
+
+
 def test_resuming_a_finished_run_does_nothing(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run()
     before = (folder / "metrics.jsonl").read_bytes()

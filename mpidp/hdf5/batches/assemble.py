@@ -64,7 +64,7 @@ def _by_lanes(
     def begin(epoch: int, position: int) -> tuple[LanePlan, LaneGatherer]:
         plan = order.plan(epoch)
         assert isinstance(plan, LanePlan)
-        return plan, LaneGatherer(plan, store, share.size, share.rank, position)
+        return plan, LaneGatherer(plan, store, share.size, share.rank, position, order.end(position))
 
     plan, gatherer = begin(share.epoch, share.position)
     following: tuple[LanePlan, LaneGatherer] | None = None

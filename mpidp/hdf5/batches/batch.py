@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from mpidp.errors import DataError
 from mpidp.hdf5.order.keyed import IntArray
 from mpidp.world.status import NO_BATCH, status
+from mpidp.world.weigh import accumulate_only, check_count, check_loss, weighed
 
 if TYPE_CHECKING:
     from mpidp.world.world import World
@@ -19,7 +21,7 @@ class Batch:
     """The samples of one step that this rank holds.
 
     Each field is a tensor (size, ...) on the rank's device: `batch["x"]`, or `batch.x` where the name is not
-    one of these attributes:
+    one of the attributes below. `x, y = batch` unpacks the tensors in the order of `fields`.
 
     fields: the names of the fields.
     size: number of samples here; 0 on a rank that has none in this step.
@@ -27,8 +29,6 @@ class Batch:
     indices: row numbers of the samples here in the whole data set, over all files (int64 array).
     last: False on all but the last of the `micro_batches` of a step.
     """
-
-    __iter__ = None  # whether names or tensors would come is anyone's guess: batch.fields and batch[name] say
 
     def __init__(
         self,
@@ -61,6 +61,9 @@ class Batch:
             raise KeyError(f'no field "{name}"; this batch has {", ".join(self._tensors)}')
         return self._tensors[name]
 
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._tensors.values())
+
     def __getattr__(self, name: str) -> Tensor:
         # Only for what is not found otherwise. An unpickled or copied batch may have no tensors yet.
         tensors: dict[str, Tensor] = self.__dict__.get("_tensors", {})
@@ -71,6 +74,13 @@ class Batch:
     def __repr__(self) -> str:
         shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in self._tensors.items())
         return f"Batch({shapes}; {self.size} of {self.global_size} samples)"
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Batch:
+        """Return this batch with its tensors on `device`; the other attributes are those of this one."""
+        tensors = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self._tensors.items()}
+        batch = Batch(tensors, self.indices, self.global_size, self._world, self._place)
+        batch.last, batch._whole = self.last, self._whole
+        return batch
 
     def weigh(self, loss: Tensor, count: int | None = None) -> Tensor:
         """Return `loss` scaled so that its plain mean over ranks is the mean over the global batch.
@@ -86,18 +96,12 @@ class Batch:
         Raises `DataError` for a loss that is no scalar, a negative count, and a count on a micro batch (whose
         share of all counts is not known yet: weigh sums by hand there).
         """
-        if loss.dim() != 0:
-            raise DataError(
-                f"weigh was given a loss of shape {tuple(loss.shape)}; give the mean over the local samples, a scalar"
-            )
+        check_loss(loss)
         world_size = 1 if self._world is None else self._world.size
         status.batch = self._place  # `DataParallel` sees that all ranks reduce the same
         here, everywhere = (self.size, self.global_size) if count is None else self._counts(count)
-        if here == 0:
-            return _no_gradient(loss)
-        # Bit for bit the user's own loss where there is nothing to scale.
-        scaled = loss if here * world_size == everywhere else loss * (here * world_size / everywhere)
-        return scaled if self.last or world_size == 1 else _accumulate(scaled)
+        scaled = weighed(loss, here, everywhere, world_size)
+        return scaled if self.last or world_size == 1 else accumulate_only(scaled)
 
     def micro_batches(self, max_size: int) -> list[Batch]:
         """Return this batch in slices of at most `max_size` samples, sizes within one of each other.
@@ -123,46 +127,5 @@ class Batch:
         """Return `count` and its sum over ranks. Collective."""
         if not self._whole:
             raise DataError("weigh(loss, count) was called on one of several micro batches; it needs the whole batch")
-        if count < 0:
-            raise DataError(f"weigh was given a count of {count}; give the number of things the loss is a mean of")
+        check_count(count)
         return count, count if self._world is None else round(self._world.sum([count])[0])
-
-
-class _NoGradient(torch.autograd.Function):
-    """Zero, with a backward pass through the graph that leaves every gradient undefined.
-
-    Multiplying by 0 instead would turn the NaN of a mean over nothing into NaN gradients.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor) -> Tensor:
-        return loss.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> None:
-        return None
-
-
-def _no_gradient(loss: Tensor) -> Tensor:
-    zero = _NoGradient.apply(loss)  # type: ignore[no-untyped-call]
-    assert isinstance(zero, Tensor)
-    return zero
-
-
-class _Accumulate(torch.autograd.Function):
-    """The identity, whose backward pass says that it belongs to a sum which is not complete."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor) -> Tensor:
-        return loss.view_as(loss)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        status.accumulating_pass = torch._C._current_graph_task_id()
-        return gradients
-
-
-def _accumulate(loss: Tensor) -> Tensor:
-    marked = _Accumulate.apply(loss)  # type: ignore[no-untyped-call]
-    assert isinstance(marked, Tensor)
-    return marked

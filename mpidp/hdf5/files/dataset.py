@@ -54,6 +54,12 @@ class DataSet:
     files: tuple[StoredFile, ...]
     # By the name of the field. Functions of the user's, which each rank has itself: they are not sent.
     decoders: Mapping[str, Decode] = field(default_factory=dict, repr=False)
+    # Of a loader that takes a part of a split: the rows of that part.
+    num_selected: int | None = None
+
+    def __len__(self) -> int:
+        """Return the number of rows that the loader of this data set takes."""
+        return self.num_rows if self.num_selected is None else self.num_selected
 
     @property
     def num_rows(self) -> int:

@@ -25,7 +25,8 @@ class Order:
     `chunk_rows` (int64) are the lengths of consecutive row ranges that are read together; they may be 0.
     `lanes` is the number of virtual workers, `mixing_chunks` the number of chunks whose rows are permuted
     together inside a lane, `global_batch` the samples of one step over all ranks. `shuffle`: "lanes" (whole
-    chunks are read, once), "full" (any permutation, slow on large chunks) or "none" (file order).
+    chunks are read, once), "full" (any permutation, slow on large chunks) or "none" (file order). `drop_last`
+    leaves out the last step of an epoch if it has fewer samples than `global_batch`.
 
     Raises `DataError` for a value out of range and for a data set of no rows.
     """
@@ -36,6 +37,7 @@ class Order:
     mixing_chunks: int
     global_batch: int
     shuffle: Shuffle = "lanes"
+    drop_last: bool = False
 
     def __post_init__(self) -> None:
         chunk_rows = np.array(self.chunk_rows, dtype=np.int64)
@@ -52,6 +54,11 @@ class Order:
             raise DataError(f"chunk_rows holds {chunk_rows.min()}; a chunk cannot have fewer than 0 rows")
         if self.num_samples == 0:
             raise DataError("the data set has no rows, so there is nothing to order")
+        if self.end() == 0:
+            raise DataError(
+                f"global_batch is {self.global_batch}, but there are only {self.num_samples} samples: drop_last leaves "
+                "no step; give at most that many"
+            )
 
     @property
     def num_samples(self) -> int:
@@ -60,7 +67,12 @@ class Order:
 
     def steps(self, position: int = 0) -> int:
         """Return how many steps, on every rank alike, remain from `position` to the end of the epoch."""
-        return -((position - self.num_samples) // self.global_batch)
+        return -((position - self.end(position)) // self.global_batch)
+
+    def end(self, position: int = 0) -> int:
+        """Return where the last step ends of an epoch that is taken from `position` on, in global samples."""
+        num_samples = self.num_samples
+        return num_samples - (num_samples - position) % self.global_batch * self.drop_last
 
     def plan(self, epoch: int) -> EpochPlan:
         """Return the order of `epoch`, counted from 0."""

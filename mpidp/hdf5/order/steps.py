@@ -37,8 +37,9 @@ def steps(order: Order, share: Share) -> Iterator[Step]:
     """Yield the steps from `share` on without end: epoch follows epoch, so that the next is read ahead of its start."""
     epoch, position = share.epoch, share.position
     while True:
-        while position < order.num_samples:
-            stop = min(position + order.global_batch, order.num_samples)
+        end = order.end(position)
+        while position < end:
+            stop = min(position + order.global_batch, end)
             yield Step(epoch, position, stop)
             position = stop
         epoch, position = epoch + 1, 0

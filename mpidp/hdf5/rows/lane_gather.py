@@ -63,14 +63,14 @@ class _Wanted:
 
 
 class LaneGatherer:
-    """Gathers the steps of one epoch, from the one at `position` on, in order.
+    """Gathers the steps of one epoch, from the one at `position` to the one that stops at `end`, in order.
 
     A lane's *slot* is its number among the lanes of this rank. Groups are started in the order of the first
     index that needs them, and a group takes over from the one that its slot held. So when the next group in
     that order is waited for, at most one group a slot is held, and a store with room for one more cannot stall.
     """
 
-    def __init__(self, plan: LanePlan, store: GroupStore, size: int, rank: int, position: int) -> None:
+    def __init__(self, plan: LanePlan, store: GroupStore, size: int, rank: int, position: int, end: int) -> None:
         self._plan = plan
         self._store = store
         self._size = size
@@ -78,7 +78,7 @@ class LaneGatherer:
         self._number = np.full(slots, -1, dtype=np.int64)  # of the group that a slot holds
         self._place = [-1] * slots  # of that group in the store
         self._rows = np.empty((slots, store.capacity), dtype=np.int64)  # where its rows lie in the store
-        self._wanted = deque(_wanted(plan, size, rank, position))
+        self._wanted = deque(_wanted(plan, size, rank, position, end))
         self._started: deque[tuple[_Wanted, int, Future[IntArray]]] = deque()
 
     def start_ahead(self) -> bool:
@@ -132,8 +132,8 @@ def number_of_slots(lanes: int, size: int, rank: int) -> int:
     return len(range(rank % lanes, lanes, size))
 
 
-def _wanted(plan: LanePlan, size: int, rank: int, position: int) -> Iterator[_Wanted]:
-    """Yield the groups that a rank needs from `position` on, in the order of the first index that needs them."""
+def _wanted(plan: LanePlan, size: int, rank: int, position: int, end: int) -> Iterator[_Wanted]:
+    """Yield the groups that a rank needs in [position, end), in the order of the first index that needs them."""
     lanes = range(rank % plan.lanes, plan.lanes, size)
     # Of a shared lane, this rank takes places share, share + sharers, ...
     sharers = max(1, len(range(rank % plan.lanes, size, plan.lanes)))
@@ -143,7 +143,7 @@ def _wanted(plan: LanePlan, size: int, rank: int, position: int) -> Iterator[_Wa
         groups, starts, stops = plan.lane_groups(lane)
         earliest = np.maximum(starts, max(0, -((lane - position) // plan.lanes)))
         places = earliest + (share - earliest) % sharers
-        needed = places < stops
+        needed = (places < stops) & (places * plan.lanes + lane < end)
         indices = places[needed] * plan.lanes + lane
         found.append(np.stack([indices, np.full_like(indices, slot), groups[needed]]))
     table = np.concatenate(found, axis=1)

@@ -115,7 +115,7 @@ def _sides(
         ]
     for shuffle in options.shuffles:
         order = cast(Shuffle, shuffle)  # the loader says which there are
-        loader = HDF5Loader(path, options.fields, options.global_batch, shuffle=order, threads=threads)
+        loader = HDF5Loader(path, options.fields, options.global_batch, world=None, shuffle=order, threads=threads)
         stack.callback(loader.close)
         run = _passes(partial(_endless, loader), options.samples, dataset, path)
         mixed = chunks_in_a_batch(loader.order) if shuffle == "lanes" else None

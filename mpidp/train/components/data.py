@@ -55,6 +55,7 @@ def build_loaders(config: RunConfig, world: World) -> tuple[HDF5Loader, HDF5Load
         mixing_chunks=data.mixing_chunks or None,
         split=("train", fraction) if fraction else None,
         sample_transform=of_samples,
+        drop_last=data.drop_last,
     )
     if not data.validation and not fraction:
         return training, None

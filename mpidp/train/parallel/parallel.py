@@ -15,8 +15,10 @@ from mpidp.reduce.choice import Choice, decide, wants_overlap
 from mpidp.reduce.options import ReducerOptions
 from mpidp.reduce.reducer import Reducer
 from mpidp.train.batch_norm.statistics import Statistics
+from mpidp.train.batch_norm.too_few import explain_batch_norm
 from mpidp.train.broadcast import broadcast_module
 from mpidp.train.parallel.gradient_sync import GradientSync
+from mpidp.train.parallel.load_state import load_plain_state
 from mpidp.train.parallel.step_check import WRAP_ANEW
 from mpidp.train.replicas import EVERY_STEPS
 from mpidp.train.signature import check_same, check_supported, module_signature
@@ -133,6 +135,9 @@ class DataParallel(nn.Module):
             output = self.module(*args, **kwargs)
         except Exception as error:
             self._sync.trouble = f"{type(error).__name__} in forward ({str(error).partition(chr(10))[0]})"
+            too_few = explain_batch_norm(error, self.module, self.world)
+            if too_few is not None:
+                raise too_few from error
             raise
         self._statistics.count(self.training, args, kwargs)
         if torch.is_grad_enabled():
@@ -232,16 +237,17 @@ class DataParallel(nn.Module):
         self._statistics.warn_if_apart("state_dict()", self.world)
         return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        """Loads a state of the plain module: the same on every rank.
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Loads a state of the plain module, or of one that torch had wrapped: the same on every rank.
 
         Raises:
+            CheckpointError: with `strict=False`, nothing of the state was loaded.
             MpidpError: `assign=True`, which would put other parameters in the place of those that are reduced.
         """
-        if kwargs.get("assign", args[1] if len(args) > 1 else False):
+        if assign:
             raise MpidpError(f"load_state_dict(assign=True) replaces the parameters that are reduced. {WRAP_ANEW}")
         self._sync.replicas.restart()
-        return self.module.load_state_dict(state_dict, *args, **kwargs)
+        return load_plain_state(self.module, state_dict, strict)
 
     def combine_statistics(self) -> None:
         """Gives all ranks the running statistics of batch norm over the samples of all ranks. Collective.

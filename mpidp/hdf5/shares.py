@@ -1,0 +1,230 @@
+"""Batches of an ordinary `torch.utils.data.DataLoader`, shared by ranks as exactly as those of an `HDF5Loader`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from mpidp.errors import DataError
+from mpidp.hdf5.batches.batch import Batch
+from mpidp.hdf5.order.keyed import IntArray
+from mpidp.hdf5.order.order import Order
+from mpidp.hdf5.order.plan import EpochPlan
+from mpidp.hdf5.order.steps import Share, Step, step_rows
+from mpidp.hdf5.preparation import check_agreed
+from mpidp.world.current import CurrentWorld, resolve_world
+
+if TYPE_CHECKING:
+    from mpidp.world.world import World
+
+T = TypeVar("T")
+log = logging.getLogger("mpidp")
+
+
+class Shares:
+    """A batch sampler that gives each rank its samples of every global batch; constructing it is collective.
+
+        shares = mpidp.shares(len(dataset), global_batch=64, seed=0)
+        loader = DataLoader(dataset, batch_sampler=shares, num_workers=4)
+        for epoch in range(5):
+            for share, (x, y) in shares.steps(loader):
+                share.weigh(F.cross_entropy(model(x), y)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    Every sample comes once an epoch, in an order that depends on seed and epoch; a global batch holds the same
+    samples at any number of ranks, and every rank takes the same number of steps. Epoch follows epoch by itself.
+    A step counts as consumed when `steps` hands it out, whatever the workers of the DataLoader have fetched ahead,
+    and `state_dict()` says how far that is: another number of ranks and another global batch may go on from there.
+
+    Args:
+        num_samples: length of the data set, an ordinary one that is indexed by 0 to `num_samples` - 1.
+        global_batch: samples of a step over all ranks.
+        seed: of the order.
+        shuffle: False for the order of the data set, in which every loop begins at the start.
+        drop_last: leave out an epoch's last step if it has fewer than `global_batch` samples.
+        world: the ranks; those of `mpidp.init()` by default. None for this process alone.
+
+    Raises:
+        DataError: a value that cannot be used.
+        MismatchError: on every rank, when ranks were given different values.
+        LaunchError: no `world` in a job of several processes without `mpidp.init()`.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        global_batch: int,
+        seed: int = 0,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        world: World | CurrentWorld | None = "current",
+    ) -> None:
+        self.world = world = resolve_world(world, "mpidp.shares")
+        settings = (num_samples, global_batch, seed, shuffle, drop_last)
+        check_agreed(world, settings, "mpidp.shares", "num_samples, global_batch, seed, shuffle, drop_last")
+        if not 0 < global_batch <= num_samples:
+            raise DataError(
+                f"global_batch is {global_batch}, and there are {num_samples} samples; give at least 1 and at most that"
+            )
+        chunk_rows = np.array([num_samples], dtype=np.int64)
+        self.order = Order(chunk_rows, seed, 1, 1, global_batch, "full" if shuffle else "none", drop_last)
+        self._epoch = 0
+        self._position = 0
+        self._continues = False  # the next pass goes on from the position because someone asked for it
+        self._told = False
+        self._pass = object()
+        self._may_begin = False
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch, over all ranks."""
+        return self.order.num_samples
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch, counted from 0."""
+        return self._epoch
+
+    @property
+    def position(self) -> int:
+        """Global samples of the current epoch that were handed out."""
+        return self._position
+
+    @property
+    def remaining_steps(self) -> int:
+        """Steps from the position to the end of the current epoch."""
+        return self.order.steps(self._position)
+
+    def __len__(self) -> int:
+        """Return the number of steps of a whole epoch."""
+        return self.order.steps()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if not self._may_begin:
+            raise DataError(
+                "a DataLoader over mpidp.shares was iterated by itself, which does not tell what was trained on; write "
+                "`for share, batch in shares.steps(loader):`"
+            )
+        return self._batches(self.order.plan(self._epoch), self._rest())
+
+    def steps(self, loader: Iterable[T]) -> Iterator[tuple[Batch, T]]:
+        """Yield (share, batch) for each step to the end of the epoch. Not collective.
+
+        Args:
+            loader: a DataLoader with these shares as its `batch_sampler`.
+
+        Yields:
+            share: what this rank has in the step, a `Batch` without fields: `share.weigh(loss)`, `share.size`,
+                `share.global_size` and `share.indices`.
+            batch: what the loader made of these samples. Where `share.size` is 0, it is made of one sample of the
+                step that stands in: `weigh` gives it no weight, and a metric must leave it out.
+
+        Raises:
+            DataError: another batch sampler, or one whose batches do not come in order.
+        """
+        if getattr(loader, "batch_sampler", None) is not self or not getattr(loader, "in_order", True):
+            raise DataError(
+                "shares.steps was given another loader; give DataLoader(dataset, batch_sampler=shares), without "
+                "in_order=False"
+            )
+        this = self._pass = object()
+        self._begin_pass()
+        coming = self._rest()
+        batches = self._begin(loader)
+        for step, rows in coming:
+            if self._pass is not this:
+                raise RuntimeError("this loop over mpidp.shares was closed, for instance by another one that began")
+            batch = next(batches)
+            self._position = step.stop
+            yield Batch({}, rows, step.stop - step.start, self.world, (self._epoch, step.stop)), batch
+        if self._pass is this:
+            self._epoch, self._position = self._epoch + 1, 0
+
+    def restart(self) -> None:
+        """Begin the current epoch anew, from its first step: end the loop in progress, if any. Not collective."""
+        self._pass = object()
+        self._position, self._continues = 0, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the order depends on, and how many global samples of which epoch were handed out."""
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "num_samples": self.num_samples,
+            "seed": self.order.seed,
+            "shuffle": self.order.shuffle,
+            "global_batch": self.order.global_batch,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken: exactly its unseen samples follow, at any number of ranks.
+
+        The seed of `state` is adopted. Another global batch is fine.
+
+        Raises:
+            DataError: the state of other data or another shuffle, or one that is damaged.
+        """
+        here = self.state_dict()
+        missing = here.keys() - state.keys()
+        if missing:
+            raise DataError(f"the state lacks {', '.join(sorted(missing))}; it is not one of mpidp.shares")
+        for name in ("num_samples", "shuffle"):
+            if state[name] != here[name]:
+                raise DataError(
+                    f"the state was taken with {name} = {state[name]!r}, these shares have {here[name]!r}; "
+                    "resume with the same data and settings"
+                )
+        if not 0 <= state["position"] <= self.num_samples or state["epoch"] < 0:
+            place = f"epoch {state['epoch']}, position {state['position']}"
+            raise DataError(f"the state is at {place}, outside {self.num_samples} samples; it is damaged")
+        self.restart()
+        self.order = replace(self.order, seed=state["seed"])
+        self._epoch, self._position, self._continues = state["epoch"], state["position"], True
+
+    def _begin_pass(self) -> None:
+        """Choose where a pass begins that was not left at a position on purpose, as an `HDF5Loader` does."""
+        if not self.remaining_steps:
+            self._epoch, self._position = self._epoch + 1, 0
+        if self._position and not self._continues:
+            if self.order.shuffle == "none":
+                self._position = 0
+            elif not self._told and (self.world is None or self.world.rank == 0):
+                self._told = True
+                log.warning(
+                    "the loop over mpidp.shares goes on behind the %s of %s samples of epoch %d that the last loop was "
+                    "handed before it was left; shares.restart() before a loop begins the epoch anew",
+                    f"{self._position:,}",
+                    f"{self.num_samples:,}",
+                    self._epoch,
+                )
+        self._continues = False
+
+    def _rest(self) -> Iterator[tuple[Step, IntArray]]:
+        """Return the steps of the epoch from the position on, with this rank's samples."""
+        size, rank = (1, 0) if self.world is None else (self.world.size, self.world.rank)
+        share = Share(self._epoch, self._position, size, rank)
+        return islice(step_rows(self.order, share), self.remaining_steps)
+
+    @staticmethod
+    def _batches(plan: EpochPlan, rest: Iterator[tuple[Step, IntArray]]) -> Iterator[list[int]]:
+        for step, rows in rest:
+            # Nothing can be collated of no samples: one of this step stands in, and has no weight.
+            yield (rows if len(rows) else plan.rows(np.array([step.start]))).tolist()
+
+    def _begin(self, loader: Iterable[T]) -> Iterator[T]:
+        """Let a DataLoader, which now asks for the samples, begin a pass."""
+        self._may_begin = True
+        try:
+            return iter(loader)
+        finally:
+            self._may_begin = False
+
+
+shares = Shares

@@ -1,0 +1,48 @@
+"""The World of this process, for those that are given none. Imports neither MPI nor torch."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Literal
+
+from mpidp.errors import LaunchError
+from mpidp.world.launch import launch_facts
+
+if TYPE_CHECKING:
+    from mpidp.world.world import World
+
+CurrentWorld = Literal["current"]
+
+_world: World | None = None
+
+
+def current_world() -> World | None:
+    """Return the World that `mpidp.init` made in this process, or None. Starts nothing."""
+    return _world
+
+
+def set_current_world(world: World) -> None:
+    """Make `world` the one of this process; `mpidp.init` does."""
+    global _world
+    _world = world
+
+
+def resolve_world(world: World | CurrentWorld | None, what: str) -> World | None:
+    """Return the world that `what` was given, or for "current" that of this process: None where it is alone.
+
+    Args:
+        world: the argument of the caller's.
+        what: who wants a world, for the message.
+
+    Raises:
+        LaunchError: the launcher started several processes, and `mpidp.init` was not called.
+    """
+    if world != "current":
+        return world
+    facts = launch_facts(os.environ)
+    if _world is None and (facts.size or 1) > 1:
+        raise LaunchError(
+            f"{what} was made before mpidp.init() in a job of {facts.size} processes ({facts.launcher}): each would "
+            f"take all samples. Call world = mpidp.init() first, or give world=None if each is to work alone."
+        )
+    return _world
