@@ -30,8 +30,8 @@ READ_TIMEOUT_S, PASS_ON_S, POLL_S = 2.0, 0.1, 0.001
 # Attribute of an exception that every rank raises at the same point; see World.together.
 SHARED_MARK = "mpidp_on_all_ranks"
 MEMORY_ADVICE = (
-    "Give it fewer samples at once (train.micro_batch, or Batch.micro_batches in a loop of your own, all but the last "
-    "inside no_sync(); data.memory_bytes for what the loader reads ahead), or use more ranks."
+    "Give it fewer samples at once (train.micro_batch, or Batch.micro_batches in a loop of your own; data.memory_bytes "
+    "for what the loader reads ahead), or use more ranks."
 )
 
 

@@ -122,15 +122,7 @@ def test_a_flipped_bit_stops_training(tmp_path: Path, ranks: int) -> None:
     who = "ranks 0 ({0}), 1 ({0}) hold" if ranks == 2 else "rank 1 ({0}) holds"
     assert who.format(HOST) in result.output
     assert "first in parameter first.weight" in result.output
-    assert result.output.count("Look for faulty memory there") == 1
-
-
-def test_a_flipped_bit_is_healed(tmp_path: Path) -> None:
-    """Behaviour 35: and training goes on to its end."""
-    words = ("--optimizer.name=own:Astray", "--watch.compare_steps=4", "--watch.on_mismatch=heal")
-    result = train(tmp_path, *words, AT="5")
-    assert result.code == 0, result.output
-    assert "They now hold what the majority does" in result.output
+    assert result.output.count("look for faulty memory there") == 1
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
