@@ -18,7 +18,7 @@ AUTO = Path("auto")
 def for_array_task(config: RunConfig, environment: Mapping[str, str]) -> RunConfig:
     """The run as this task of a Slurm array has it: the task's number behind the name, so that no two share a name."""
     task = environment.get("SLURM_ARRAY_TASK_ID", "")
-    if not task.isdigit():
+    if not task.isdecimal():
         return config
     return dataclasses.replace(config, run=dataclasses.replace(config.run, name=f"{config.run.name}_{task}"))
 
@@ -34,7 +34,7 @@ def choose_resume(config: RunConfig, asked: Path | None, environment: Mapping[st
     restarts = environment.get("SLURM_RESTART_COUNT", "")
     if asked == AUTO:
         job, why = None, "--resume=auto"
-    elif asked is None and restarts.isdigit() and int(restarts):
+    elif asked is None and restarts.isdecimal() and int(restarts):
         job, why = environment.get("SLURM_JOB_ID", ""), f"Slurm started job {environment.get('SLURM_JOB_ID')} again"
     else:
         return asked, ""
