@@ -1,4 +1,4 @@
-"""A neighbour that does not answer: its stack, if it is proven to be the one that was met at the start (Behaviour 32)."""
+"""A neighbour that does not answer: its stack, if it is proven to be the one met at the start (Behaviour 32)."""
 
 import dataclasses
 import subprocess
