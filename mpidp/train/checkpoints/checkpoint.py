@@ -9,6 +9,7 @@ A checkpoint is a folder `step_00000120`:
 All are what `torch.load(weights_only=True)` reads. Only loading needs torch.
 """
 
+import pickle
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -108,10 +109,14 @@ def read(path: Path, name: str) -> dict[str, Any]:
 
     try:
         return cast(dict[str, Any], torch.load(path / name, map_location="cpu", weights_only=True))
-    except Exception as error:  # torch raises many kinds, of which most say what it met
+    except pickle.UnpicklingError as error:  # torch then advises to load it nevertheless
         raise CheckpointError(
-            f"checkpoint {path}: {name} cannot be loaded ({type(error).__name__}: {error})"
+            f"checkpoint {path}: {name} holds something else than tensors, numbers and text, which could be a program; "
+            f"it is not loaded"
         ) from error
+    except Exception as error:  # torch raises many kinds, of which most say what it met
+        reason = " ".join(str(error).split("\n", 1)[0].split())
+        raise CheckpointError(f"checkpoint {path}: {name} cannot be loaded ({type(error).__name__}: {reason})") from error
 
 
 def read_shard(path: Path, rank: int) -> list[Any]:
