@@ -8,7 +8,7 @@ from typing import Any
 
 from mpidp.config import RunConfig
 from mpidp.errors import ConfigError
-from mpidp.printable import has_control
+from mpidp.printable import has_control, listed, shown
 
 Check = tuple[Callable[[Any], bool], str]
 
@@ -21,8 +21,8 @@ def validate(config: RunConfig) -> None:
         section, name = key.split(".")
         value = table[section][name]
         if not is_allowed(value):
-            faults.append(f"{key} = {value!r}; expected {allowed}.")
-    faults += [f"{key} = {text!r}; expected text without control characters." for key, text in _odd_texts(table)]
+            faults.append(f"{key} = {shown(value)}; expected {allowed}.")
+    faults += [f"{key} = {shown(text)}; expected text without control characters." for key, text in _odd_texts(table)]
     for section, values in table.items():
         odd = [name for name in values.get("arguments", {}) if not name.isidentifier()]
         faults += [f"{section}.arguments has {name!r}; expected a keyword argument's name." for name in odd]
@@ -30,7 +30,8 @@ def validate(config: RunConfig) -> None:
         faults.append("optimizer.arguments.lr is set; the learning rate belongs in optimizer.lr.")
     strangers = [name for name in config.data.field if name not in config.data.fields]
     faults += [
-        f"data.field.{name}: there is no such field in data.fields = {list(config.data.fields)}." for name in strangers
+        f"data.field.{name}: there is no such field in data.fields, which has {listed(config.data.fields)}."
+        for name in strangers
     ]
     if config.data.validation and config.data.validation_fraction:
         faults.append("data.validation and data.validation_fraction are both set; set one of them.")
@@ -44,7 +45,7 @@ def validate(config: RunConfig) -> None:
             "which ranks may have different numbers; set one of them."
         )
     if faults:
-        raise ConfigError("\n  ".join(faults))
+        raise ConfigError(listed(faults, "\n  "))
 
 
 def _odd_texts(table: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:

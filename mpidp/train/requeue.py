@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from mpidp.config import RunConfig
+from mpidp.printable import listed
 
 AUTO = Path("auto")
 
@@ -44,7 +45,7 @@ def choose_resume(config: RunConfig, asked: Path | None, environment: Mapping[st
     for path in folders:
         if any((path / "checkpoints").glob("step_*")):
             return path, f"{why}: continuing {path}"
-    found = f"no checkpoint in {', '.join(map(str, folders))}" if folders else "no run folder of it"
+    found = f"no checkpoint in {listed(folders)}" if folders else "no run folder of it"
     return None, f"{why}: {found}; starting from the beginning"
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mpidp import options as train_options
 from mpidp.cli import main
 from mpidp.errors import ConfigError
+from mpidp.printable import listed, shown
 from mpidp.tools.batch_script import render
 from mpidp.tools.submit_options import parse
 
@@ -226,3 +227,35 @@ def test_what_is_printed_holds_no_escape_sequences(tmp_path: Path, capsys: pytes
     told = capsys.readouterr().err
     assert "\x1b" not in told and "\x07" not in told
     assert r"a\x1b]0;owned\x07\udcff.toml" in told and r"other\x1b[2J.toml" in told
+
+
+def test_lists_and_values_of_any_length_make_short_messages() -> None:
+    assert listed(["a", "b"]) == "a, b" and listed([]) == ""
+    assert listed(range(1010)) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, and 1,000 more"
+    assert shown("x" * 10**6).startswith("'xxx") and len(shown("x" * 10**6)) < 300
+    assert shown(list(range(1000))) == "[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ...]"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["train", "absent.toml"], "run file absent.toml: no such file"),
+        (
+            ["train", "run.toml", "--data.fields", *(f"f{n}" for n in range(3000)), "--data.train=a\nb"],
+            "data.train",
+        ),
+        (["data", "inspect", *(f"{n}.h5" for n in range(3000))], "takes one FILE; found 3000 words"),
+        (["train", "strangers.toml"], "there is no such field in data.fields, which has x, y"),
+    ],
+)
+def test_a_message_names_ten_things_at_most(
+    place: Path, words: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(3000 if not (place / "2999.toml").exists() else 0):
+        (place / f"{number}.toml").touch()
+    strangers = "".join(f'[data.field.z{number}]\ndataset = "x"\n' for number in range(3000))
+    (place / "strangers.toml").write_text(f'model = {{name = "cnn"}}\n[data]\ntrain = "a.h5"\n{strangers}')
+    monkeypatch.chdir(place)
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert expected in told and len(told) < 1200 and told.count("\n") <= 11, told

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mpidp.errors import ConfigError
+from mpidp.printable import listed, shown
 
 
 def find(key: str, name: str, built_in: Mapping[str, str]) -> Callable[..., Any]:
@@ -25,7 +26,7 @@ def find(key: str, name: str, built_in: Mapping[str, str]) -> Callable[..., Any]
     if ":" not in place:
         close = difflib.get_close_matches(name, built_in, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
-        known = f" Built in: {', '.join(built_in)}; or give" if built_in else " Give"
+        known = f" Built in: {listed(built_in)}; or give" if built_in else " Give"
         raise ConfigError(f"{key} = {name!r} is unknown.{hint}{known} module:function.")
     module_name, function_name = place.split(":", 1)
     is_own = name not in built_in
@@ -64,7 +65,7 @@ def call(key: str, function: Callable[..., Any], *args: Any, **arguments: Any) -
     except TypeError as error:
         if _takes(function, args, arguments):
             raise  # a bug inside the function, not in the names of the arguments
-        given = ", ".join(f"{name}={value!r}" for name, value in arguments.items()) or "none"
+        given = listed(f"{name}={shown(value)}" for name, value in arguments.items()) or "none"
         raise ConfigError(f"{key}: {error}. Arguments given: {given}.") from error
 
 
