@@ -1,25 +1,27 @@
-"""A model comes in; what the checks of a run cost it, at their defaults, goes out.
+"""What the checks of a run cost, at their defaults.
 
 Usage: mpiexec -n RANKS python benchmarks/safety_cost.py [--model transformer] [--steps 25] [--blocks 40]
 
-Blocks of training steps take turns: some with what a run does for safety, the comparison of parameters and optimizer
-state over ranks and the agreement on stopping, the others without. Prints, from rank 0, the median step of both sides;
-the median over pairs of neighbouring blocks of how much longer one with them took, and its quartiles; the time that is
-spent inside their calls, waits for slower ranks included; and the processor time of the watchdog's thread.
+Blocks of training steps take turns: some with what a run does for safety, the look at all gradients before the
+optimizer steps, the comparison of parameters and optimizer state over ranks and the agreement on stopping, the others
+without. Prints, from rank 0, the median step of both sides; the median over pairs of neighbouring blocks of how much
+longer one with them took, and its quartiles; the time that is spent inside their calls, waits for slower ranks
+included; and the processor time of the watchdog's thread.
 """
 
 import argparse
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import mpidp
 from mpidp.tools.bench.workloads import MODELS, Workload, make_workload
 from mpidp.train.parallel.parallel import DataParallel
-from mpidp.train.replicas.replicas import ReplicaCheck
 from mpidp.train.stop import StopSignal
 from mpidp.world.world import World
 
@@ -31,20 +33,34 @@ class Training:
         self.world, self.workload = world, workload
         self.model = DataParallel(workload.module, world)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
-        self.replicas = ReplicaCheck(self.model, self.optimizer)
         self.stop = StopSignal(world)
         self.inside_s = 0.0
+        sync = self.model._sync
+        sync.replicas.check = self._timed(sync.replicas.check)  # type: ignore[method-assign]
+        sync.on_step = self._timed(sync.on_step)  # type: ignore[method-assign]
+        sync.on_stepped = self._timed(sync.on_stepped)  # type: ignore[method-assign]
+        self.is_checked = True
 
     def step(self, is_checked: bool) -> None:
         """One step of the optimizer, as the trainer takes it. Collective."""
+        self.is_checked = is_checked
         self.workload.loss(self.model).backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if is_checked:
+        self._timed(self.stop.agreed)()
+
+    def _timed(self, check: Callable[..., Any]) -> Callable[..., Any]:
+        """The same check, whose time is added up; it is left out where the step is to go without."""
+
+        def call(*args: Any) -> Any:
+            if not self.is_checked:
+                return None
             start = time.perf_counter()
-            self.replicas.check()
-            self.stop.agreed()
+            result = check(*args)
             self.inside_s += time.perf_counter() - start
+            return result
+
+        return call
 
     def block(self, steps: int, is_checked: bool) -> float:
         """Seconds a step, in so many."""
@@ -57,7 +73,6 @@ class Training:
 
     def close(self) -> None:
         """Gives everything back. Collective."""
-        self.replicas.close()
         self.stop.close()
 
 

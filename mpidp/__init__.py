@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from mpidp.train.batch_norm.sync import SyncBatchNorm
     from mpidp.train.parallel.parallel import DataParallel
     from mpidp.train.records.trace import Trace
-    from mpidp.train.replicas.replicas import ReplicaCheck
     from mpidp.train.sharding.optimizer import ShardedOptimizer
     from mpidp.train.stop import StopSignal
     from mpidp.train.survivors import Survivors
@@ -28,7 +27,6 @@ __all__ = [
     "DataParallel",
     "FieldSpec",
     "HDF5Loader",
-    "ReplicaCheck",
     "ShardedOptimizer",
     "StopSignal",
     "Survivors",
@@ -45,7 +43,6 @@ _HOMES = {
     "DataParallel": "mpidp.train.parallel.parallel",
     "FieldSpec": "mpidp.hdf5.decode.field",
     "HDF5Loader": "mpidp.hdf5.loader",
-    "ReplicaCheck": "mpidp.train.replicas.replicas",
     "ShardedOptimizer": "mpidp.train.sharding.optimizer",
     "StopSignal": "mpidp.train.stop",
     "Survivors": "mpidp.train.survivors",

@@ -211,9 +211,7 @@ class WatchSection:
     stall_abort_s: float = 600.0
     """Seconds before the job is ended; 0 for never."""
     compare_steps: int = 100
-    """Steps in which all parameters and optimizer state are compared over ranks once; 0 for never."""
-    on_mismatch: Literal["stop", "heal"] = "stop"
-    """When a rank's copy differs: stop all ranks, naming it, or give it what most ranks hold, and say so."""
+    """Steps in which all parameters, persistent buffers and optimizer state are compared over ranks; 0 for never."""
 
 
 @dataclasses.dataclass(frozen=True)

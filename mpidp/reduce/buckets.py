@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from mpidp.errors import MpidpError
 from mpidp.reduce.buffers import Allocate, plain_buffers
 from mpidp.reduce.layout import BucketLayout, bucket_layout
 
@@ -17,13 +18,11 @@ class Bucket:
     Attributes:
         layout: where each gradient lies in it.
         flat: the buffer, one-dimensional and contiguous.
-        views: the gradients, shaped and strided like their parameters, in the order of `layout.slots`.
         flags: the buffer's tail, one element a slot: not 0 where some rank had a gradient.
     """
 
     layout: BucketLayout
     flat: Tensor
-    views: tuple[Tensor, ...]
     flags: Tensor
 
 
@@ -46,13 +45,17 @@ class Buckets:
         )
         device = self.parameters[0].device if self.parameters else torch.device("cpu")
         self.buckets = [
-            self._make(layout, flat) for layout, flat in zip(layouts, allocate(layouts, device), strict=True)
+            Bucket(layout, flat, flat[layout.flags_offset :])
+            for layout, flat in zip(layouts, allocate(layouts, device), strict=True)
         ]
-        self._views = {
-            slot.parameter: view
-            for bucket in self.buckets
-            for slot, view in zip(bucket.layout.slots, bucket.views, strict=True)
-        }
+        self._places = {slot.parameter: (bucket, slot) for bucket in self.buckets for slot in bucket.layout.slots}
+        # The gradients in their buckets, and where that is: whoever assigns `p.grad.data` or calls `module.to` moves
+        # the very tensor that is kept here to other memory.
+        # Strides as at the start, the same on all ranks: a rank that changes its own must not permute the sum.
+        self._shapes = [parameter.shape for parameter in self.parameters]
+        self._strides = [torch.empty_like(parameter).stride() for parameter in self.parameters]
+        self._views = [self._make_view(index) for index in range(len(self.parameters))]
+        self._addresses = [view.data_ptr() for view in self._views]
         # Gradients that had to be copied into their bucket because autograd made a tensor of its own: with
         # create_graph=True, or when somebody assigned p.grad. Zero in an ordinary loop.
         self.copies = 0
@@ -70,9 +73,38 @@ class Buckets:
         """
         parameter = self.parameters[index]
         if parameter.grad is None:
-            view = self._views[index]
+            view = self.view(index)
             view.zero_()
-            parameter.grad = view
+            try:
+                parameter.grad = view
+            except RuntimeError as error:  # of another shape, dtype or device
+                raise MpidpError(
+                    f"a parameter of shape {tuple(view.shape)}, {view.dtype} on {view.device} is now of shape "
+                    f"{tuple(parameter.shape)}, {parameter.dtype} on {parameter.device}: change the model before it is "
+                    f"wrapped, or take it out by unwrap() and wrap it again"
+                ) from error
+
+    def view(self, index: int) -> Tensor:
+        """The gradient of parameter `index` in its bucket, shaped and strided like the parameter was at the start."""
+        if self._views[index].data_ptr() != self._addresses[index]:
+            self._views[index] = self._make_view(index)
+        return self._views[index]
+
+    def is_home(self, index: int) -> bool:
+        """Whether the gradient of parameter `index` lies in its bucket, or there is none."""
+        gradient = self.parameters[index].grad
+        return gradient is None or gradient.data_ptr() == self._addresses[index]
+
+    def take_in(self, index: int) -> None:
+        """Brings a gradient that lies elsewhere into its bucket."""
+        parameter, view = self.parameters[index], self.view(index)
+        assert parameter.grad is not None
+        if parameter.grad.data_ptr() != self._addresses[index]:
+            view.copy_(parameter.grad.detach())
+            if view.is_cuda:  # it may be freed on another stream while this one still copies
+                parameter.grad.record_stream(torch.cuda.current_stream(view.device))
+            self.copies += 1
+        parameter.grad = view
 
     def pack(self, bucket: Bucket) -> None:
         """Makes the buffer ready to be summed: unused gradients zero, strays copied in, flags set."""
@@ -82,12 +114,12 @@ class Buckets:
             bucket.flags.fill_(1)
         else:
             bucket.flags.copy_(torch.tensor(used, dtype=bucket.flags.dtype))
-        for slot, view in zip(bucket.layout.slots, bucket.views, strict=True):
-            parameter = self.parameters[slot.parameter]
-            if parameter.grad is None:
-                view.zero_()
-            elif parameter.grad is not view:
-                self._take_in(parameter, view)
+        for slot in bucket.layout.slots:
+            gradient = self.parameters[slot.parameter].grad
+            if gradient is None:
+                self.view(slot.parameter).zero_()
+            elif gradient is not self._views[slot.parameter] or not self.is_home(slot.parameter):
+                self.take_in(slot.parameter)
 
     def unpack(self, bucket: Bucket) -> None:
         """After the sum: a gradient that only other ranks had appears here; one that no rank had stays None."""
@@ -96,31 +128,17 @@ class Buckets:
             flags = bucket.flags.tolist()  # waits for the device; only where a parameter went unused
             for i in missing:
                 if flags[i]:
-                    self.parameters[bucket.layout.slots[i].parameter].grad = bucket.views[i]
+                    index = bucket.layout.slots[i].parameter
+                    self.parameters[index].grad = self.view(index)
 
     def release(self) -> None:
         """Gives the parameters gradients of their own, as if the buckets had never been."""
         for index, parameter in enumerate(self.parameters):
-            if parameter.grad is self._views[index]:
-                parameter.grad = self._views[index].clone()
+            if parameter.grad is not None and self.is_home(index):
+                parameter.grad = parameter.grad.clone()
 
-    def _take_in(self, parameter: nn.Parameter, view: Tensor) -> None:
-        assert parameter.grad is not None
-        if parameter.grad.data_ptr() != view.data_ptr():
-            view.copy_(parameter.grad.detach())
-            if view.is_cuda:  # it may be freed on another stream while this one still copies
-                parameter.grad.record_stream(torch.cuda.current_stream(view.device))
-            self.copies += 1
-        parameter.grad = view
-
-    def _make(self, layout: BucketLayout, flat: Tensor) -> Bucket:
-        assert flat.shape == (layout.numel,) and flat.is_contiguous()
-        views = tuple(
-            flat[slot.offset : slot.offset + slot.numel].as_strided(
-                self.parameters[slot.parameter].shape,
-                torch.empty_like(self.parameters[slot.parameter]).stride(),  # keeps channels_last and the like
-                slot.offset + flat.storage_offset(),
-            )
-            for slot in layout.slots
-        )
-        return Bucket(layout, flat, views, flat[layout.flags_offset :])
+    def _make_view(self, index: int) -> Tensor:
+        bucket, slot = self._places[index]
+        assert bucket.flat.shape == (bucket.layout.numel,) and bucket.flat.is_contiguous()
+        shape, start = self._shapes[index], slot.offset + bucket.flat.storage_offset()
+        return bucket.flat[slot.offset : slot.offset + slot.numel].as_strided(shape, self._strides[index], start)

@@ -7,6 +7,7 @@ Across nodes the slice of local rank i is reduced with the slices of the ranks i
 communicator of their own, so that all cores and network ports work at once.
 """
 
+import logging
 from collections.abc import Iterator
 
 import torch
@@ -17,9 +18,10 @@ from mpidp.reduce.options import ReducerOptions
 from mpidp.reduce.pieces import pieces
 from mpidp.reduce.transport import Transports
 from mpidp.reduce.wire import SIXTEEN_BITS
-from mpidp.world.mpi import MPI
-from mpidp.world.window import SharedWindow, free_shared_memory
+from mpidp.world.window import SharedWindow
 from mpidp.world.world import World
+
+log = logging.getLogger("mpidp")
 
 # A block of the first rank's segment stays in the second-level cache from the addition to the division.
 BLOCK_BYTES = 512 << 10
@@ -66,7 +68,7 @@ class NodeMean:
         self._window.synchronize(self._pause_s)  # all slices are written
 
     def close(self) -> None:
-        """Frees the window; `own` must not be touched afterwards. Collective."""
+        """Lets go of the window. Not collective."""
         self._window.free()
 
     def _slice(self, numel: int, itemsize: int) -> tuple[int, int]:
@@ -111,33 +113,19 @@ class NodeMean:
 
 def make_node_mean(world: World, options: ReducerOptions, num_bytes: int) -> NodeMean | None:
     """A NodeMean on every rank; None on all where some node cannot have its window, which it says. Collective."""
-    if world.any(not _has_room(world, num_bytes)):
-        return None
     made: NodeMean | None = None
     try:
         made = NodeMean(world, options, num_bytes)
-    except MPI.Exception as error:
+    except OSError as error:
         if world.local_rank == 0:
-            _say_instead(f"{world.host}: MPI cannot share memory between the ranks of a node ({error})")
+            log.warning(
+                "%s: the ranks of this node cannot share memory (%s): gradients go through MPI's Allreduce instead, "
+                "which is slower",
+                world.host,
+                error,
+            )
     if world.any(made is None):
         if made is not None:
             made.close()
         return None
     return made
-
-
-def _has_room(world: World, num_bytes: int) -> bool:
-    """Whether this node has `num_bytes` of shared memory for each of its ranks; its first rank says so if not."""
-    needed = num_bytes * world.local_size
-    free = free_shared_memory()
-    if free is None or world.local_rank != 0 or free >= needed:
-        return True
-    _say_instead(
-        f"{world.host} has {free:,} bytes of shared memory left, the gradients of its {world.local_size} ranks need "
-        f"{needed:,} (enlarge /dev/shm, in a container by --shm-size)"
-    )
-    return False
-
-
-def _say_instead(reason: str) -> None:
-    print(f"mpidp: {reason}: gradients go through MPI's Allreduce instead, which is slower", flush=True)

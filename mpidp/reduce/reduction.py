@@ -80,19 +80,23 @@ class Reduction:
         while self._sent < len(self._missing) and not self._missing[self._sent]:
             self._send()
 
-    def finish(self, failure: Exception | None = None) -> None:
+    def finish(self, failure: Exception | None = None, place: Sequence[int] = ()) -> bool:
         """All gradients are there: returns when they are the mean over ranks. Collective.
 
         Args:
             failure: why this rank brings no gradients, or not all.
+            place: integers that tell what is reduced, equally many on all ranks.
+
+        Returns:
+            Whether all ranks have reduced the same, by `place`; else the gradients are of no use.
 
         Raises:
             Exception: on all ranks, the failure of the lowest rank that has one.
         """
         with status.during("reduce"):
-            self._finish(failure)
+            return self._finish(failure, place)
 
-    def _finish(self, failure: Exception | None) -> None:
+    def _finish(self, failure: Exception | None, place: Sequence[int]) -> bool:
         start = time.perf_counter()
         if self._overlap is None:
             with torch.no_grad():
@@ -106,15 +110,14 @@ class Reduction:
         # Neither a helper thread nor a rank that has no gradients can raise here by itself.
         error, self._error = failure or self._error, None
         note = f"on rank {self._world.rank} of {self._world.size} ({self._world.host}), after step {status.step:,}"
-        share_error(self._world.topology.comm, error, note)
+        are_same = share_error(self._world.topology.comm, error, note, place)
         self.seconds += time.perf_counter() - start
+        return are_same
 
-    def give_up(self) -> None:
-        """A backward pass failed: waits for what it has sent already, as all ranks have. The next one starts anew."""
-        if self._overlap is not None:
-            self._overlap.wait()
-            self._error = None
-            self._begin()
+    @property
+    def has_begun(self) -> bool:
+        """Whether some bucket of this pass is on its way, so that the other ranks wait for all of them."""
+        return self._sent > 0
 
     def abandon(self) -> None:
         """Ends the helper thread when a rank has died; its communicator was revoked, so it waits for nothing."""
@@ -122,7 +125,7 @@ class Reduction:
             self._overlap.close()
 
     def close(self) -> None:
-        """Ends the helper thread and gives the parameters gradients of their own. Collective."""
+        """Ends the helper thread and gives the parameters gradients of their own. Not collective."""
         if self._overlap is not None:
             self._overlap.close()
         self.buckets.release()
@@ -157,7 +160,8 @@ class Reduction:
         real = as_real(bucket.flat)
         if bool(torch.isfinite(real.sum(dtype=torch.float32 if real.dtype in SIXTEEN_BITS else None))):
             return
-        for slot, view in zip(bucket.layout.slots, bucket.views, strict=True):
+        for slot in bucket.layout.slots:
+            view = self.buckets.view(slot.parameter)
             wrong = int((~torch.isfinite(view)).sum())
             if wrong:
                 raise FloatingPointError(

@@ -31,10 +31,11 @@ def plan(config: RunConfig, model: nn.Module, make_optimizer: MakeOptimizer, ran
 
     `model` is the run's model and `make_optimizer` builds its optimizer over a given module's parameters.
     Reads the headers of the training files; raises `DataError` if they cannot be used, and `MpidpError` for an
-    optimizer that is to be sharded and cannot be.
+    optimizer that the run would refuse, or that is to be sharded and cannot be.
     """
+    optimizer = make_optimizer(model)
     if config.optimizer.sharded:
-        check_divisible(make_optimizer(model))
+        check_divisible(optimizer)
     loader = _training_loader(config)
     order = loader.order
     counts = {step: _samples_per_rank(order, step, ranks) for step in _steps_shown(order.steps())}

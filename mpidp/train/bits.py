@@ -3,7 +3,7 @@
 A sum of 64-bit words costs one reading of the memory, on a CPU or a GPU, and no wait for a GPU.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,17 +21,26 @@ class Piece:
     stop: int
 
 
-def replicated(named: Sequence[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """All tensors that are equal on all ranks: parameters, and the optimizer's state of each, by name.
+def replicated(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """All tensors of a model in training that must be equal on all ranks, by name.
 
-    Buffers are not: each rank may have its own statistics.
+    These are parameters, the optimizers' state of each, and persistent buffers; not running statistics of batch norm,
+    as each rank has those of its own samples.
     """
     tensors: dict[str, Tensor] = {}
-    for name, parameter in named:
+    states = [optimizer.state for optimizer in optimizers]
+    for name, parameter in module.named_parameters():
         tensors[f"parameter {name}"] = parameter.detach()
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                tensors[f"optimizer state {key} of {name}"] = value
+        for state in states:
+            for key, value in state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer state {key} of {name}"] = value
+    for prefix, layer in module.named_modules():
+        if isinstance(layer, nn.modules.batchnorm._NormBase):
+            continue
+        for name, buffer in layer.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in layer._non_persistent_buffers_set:
+                tensors[f"buffer {name}"] = buffer
     return {name: tensor for name, tensor in tensors.items() if tensor.numel()}
 
 

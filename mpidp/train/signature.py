@@ -34,6 +34,11 @@ def check_supported(module: nn.Module, world: World) -> None:
                 f"move the model with .to(world.device) before wrapping it."
             )
     for name, layer in module.named_modules():
+        if isinstance(layer, nn.SyncBatchNorm) and world.size > 1:
+            raise MpidpError(
+                f"layer {name or type(layer).__name__} is torch.nn.SyncBatchNorm, which without torch.distributed "
+                f"normalises each rank's samples by themselves: use mpidp.SyncBatchNorm.convert(model, world) instead."
+            )
         if getattr(layer, "sparse", False) and isinstance(layer, nn.Embedding | nn.EmbeddingBag):
             raise MpidpError(
                 f"layer {name or type(layer).__name__} has sparse=True: sparse gradients are not reduced. "

@@ -37,7 +37,6 @@ class Survivor:
             trainer.optimizer.rebuild()
         for loader in trainer.loaders():
             loader.rebuild()
-        trainer.replicas.rebuild()
         trainer.trace.abandon()
         trainer.stop.rebuild()
         trainer.stopped = ""

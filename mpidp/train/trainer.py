@@ -5,15 +5,16 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mpidp.config import RunConfig, to_toml
+from mpidp.errors import DataError
 from mpidp.hdf5.batches.batch import Batch
 from mpidp.hdf5.loader import HDF5Loader
 from mpidp.train import rng
-from mpidp.train.batch_norm.statistics import combine_statistics
 from mpidp.train.batch_norm.sync import SyncBatchNorm, sync_layers
 from mpidp.train.components.components import build_model, build_optimizer, build_scheduler
 from mpidp.train.components.data import build_loaders
@@ -25,7 +26,7 @@ from mpidp.train.records.progress import Progress
 from mpidp.train.records.recorder import Recorder
 from mpidp.train.records.run_folder import RunFolder
 from mpidp.train.records.trace import Trace
-from mpidp.train.replicas.replicas import ReplicaCheck
+from mpidp.train.refusal import explain
 from mpidp.train.requeue import choose_resume, for_array_task
 from mpidp.train.resume import make_saver, restore, save
 from mpidp.train.sharding.optimizer import ShardedOptimizer
@@ -34,6 +35,7 @@ from mpidp.train.stop import StopSignal
 from mpidp.train.summary import describe_epoch, describe_start, describe_stop, summarise
 from mpidp.train.survivor import Survivor
 from mpidp.train.survivors import Part, Survivors
+from mpidp.world.abort import MEMORY_ADVICE, is_out_of_memory
 from mpidp.world.cores import warn_of_cores
 from mpidp.world.start import init
 from mpidp.world.status import BETWEEN
@@ -81,14 +83,13 @@ class Trainer:
             self.on_end = build_on_end(config)
         if config.train.sync_batch_norm and not sync_layers(SyncBatchNorm.convert(module, world)):
             world.say("train.sync_batch_norm is true, but the model has no batch norm layer")
-        self.model = wrap(module, world, config.reduce, resume)
+        self.model = wrap(module, world, config.reduce, config.watch.compare_steps, resume)
         with world.together("building the optimizer"):
             plain = build_optimizer(config.optimizer, self.model)
         self.optimizer = self._shard(plain) if config.optimizer.sharded else plain
         with world.together("building the scheduler"):
             self.scheduler = build_scheduler(config.scheduler, self.optimizer)
         self.step = 0
-        self.samples_since_combined = 0
         rng.seed_all(config.run.seed, world.rank, self.step)
         metrics_bytes, newest = restore(self, resume) if resume else (0, None)
         self.folder = RunFolder.reopen(resume, world) if resume else RunFolder.create(config, world)
@@ -100,10 +101,6 @@ class Trainer:
         metrics = MetricsFile(self.folder.metrics, metrics_bytes) if world.rank == 0 else None
         self.recorder = Recorder(world, progress, metrics, self.step)
         self.folder.note(world, first_step=self.step, last_step=self.step + self._steps_left())
-        watch = config.watch
-        self.replicas = ReplicaCheck(
-            self.model, self.optimizer, every_steps=watch.compare_steps, on_mismatch=watch.on_mismatch
-        )
         self.trace = Trace(world, self.folder.trace, from_step=config.log.trace_from, steps=config.log.trace_steps)
         self.stop = StopSignal(world, self.folder.path / "STOP")
         self.stopped = ""
@@ -117,6 +114,8 @@ class Trainer:
         try:
             self._survive(self._train_epochs, Survivor(self))
         except BaseException as error:
+            if self.world.size == 1 and is_out_of_memory(error):  # of several the guard says so
+                error.add_note(f"Out of memory {self.world.status.where()}. {MEMORY_ADVICE}")
             self.saver.leave(error)
             self.trace.abandon()
             raise
@@ -147,7 +146,7 @@ class Trainer:
     def _end(self) -> None:
         """What comes after the last step. Collective."""
         self.stop.close()
-        self._combine_statistics()
+        self.model.combine_statistics()
         module = SyncBatchNorm.revert(self.model.unwrap())
         if self.world.rank == 0 and self.on_end:
             with self.world.status.during("train.on_end", is_long=True):
@@ -193,7 +192,6 @@ class Trainer:
         self.saver.finish()
         self.saver.close()
         self.trace.close()
-        self.replicas.close()
         if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer.close()
 
@@ -246,14 +244,12 @@ class Trainer:
             with contextlib.nullcontext() if part.last else self.model.no_sync():
                 inputs, target = self._inputs(part)
                 with stopwatch("forward"):
-                    output = self.model(inputs)
-                    loss = self.loss(output, target)
+                    output, loss = self._forward(part, inputs, target)
                 reduce_s = self.model.reduce_s
                 with stopwatch("backward"):
                     part.weigh(loss).backward()  # type: ignore[no-untyped-call]
                 stopwatch.move("backward", "reduce", self.model.reduce_s - reduce_s)
             self.recorder.tally.add(loss, output, target, part.size)
-        self.replicas.check()  # before the step: an optimizer in shards gives all ranks what the owner has
         if self.survivors is not None:
             self.survivors.agree(self.loader)  # from here to the next collective all do the same, or are dead
         with stopwatch("optimizer"):
@@ -265,7 +261,24 @@ class Trainer:
                 self.scheduler.step()
         self.step += 1
         self.world.status.step = self.step
-        self.samples_since_combined += batch.size
+
+    def _forward(self, batch: Batch, inputs: Tensor, target: Tensor) -> tuple[Any, Tensor]:
+        """What the model and the loss make of a batch. In training all ranks raise what one of them refuses."""
+        output = None
+        try:
+            output = self.model(inputs)
+            loss = self.loss(output, target)
+            if not isinstance(loss, Tensor) or loss.dim():
+                raise DataError("the loss is no scalar: it has to return the mean over the samples.")
+            return output, loss
+        except Exception as error:
+            fields = dict(zip(batch.fields, (inputs, target), strict=False))
+            refused = explain(error, self.config, self.model, fields, output)
+            if refused is None:
+                raise
+        if self.model.training:
+            self.model.fail(refused)
+        raise refused
 
     def _evaluate(self, epoch: int) -> None:
         """Mean loss and accuracy of the held-out samples, each counted once. Collective.
@@ -274,15 +287,15 @@ class Trainer:
         """
         if self.validation is None or self.stopped:
             return
-        self._combine_statistics()
+        self.model.combine_statistics()
         self.model.eval()
         tally = Tally(self.world.device)
         with torch.no_grad(), self.world.status.during("evaluate"):
             for batch in self.validation:
                 if batch.size:
                     inputs, target = self._inputs(batch)
-                    output = self.model(inputs)
-                    tally.add(self.loss(output, target), output, target, batch.size)
+                    output, loss = self._forward(batch, inputs, target)
+                    tally.add(loss, output, target, batch.size)
                 self.saver.poll()
                 if self._is_asked_to_stop(epoch):
                     return
@@ -309,15 +322,11 @@ class Trainer:
             return
         # The records of an interval must not depend on whether the run was resumed inside it.
         self.recorder.record_training(self.step, epoch, self.optimizer)
-        self._combine_statistics()
+        self.model.combine_statistics()
         with self.world.status.during("checkpoint"):
             save(self)
         self.saved_step = self.step
         self.recorder.restart(self.step)
-
-    def _combine_statistics(self) -> None:
-        combine_statistics(self.model, self.world, self.samples_since_combined)
-        self.samples_since_combined = 0
 
     def _steps_left(self) -> int:
         """Optimizer steps from here to the end of the last epoch."""

@@ -7,6 +7,7 @@ tagged with rank, node, step and phase, and aborts all ranks. (Python 3.11 lets 
 """
 
 import builtins
+import errno
 import fcntl
 import os
 import signal
@@ -28,10 +29,20 @@ SHARED_ERROR_GRACE_S = 10.0
 READ_TIMEOUT_S, PASS_ON_S, POLL_S = 2.0, 0.1, 0.001
 # Attribute of an exception that every rank raises at the same point; see World.together.
 SHARED_MARK = "mpidp_on_all_ranks"
-MEMORY_HINT = (
-    "This rank ran out of memory. Give it fewer samples at once (train.micro_batch, or Batch.micro_batches in a loop "
-    "of your own; data.memory_bytes for what the loader reads ahead), or use more ranks."
+MEMORY_ADVICE = (
+    "Give it fewer samples at once (train.micro_batch, or Batch.micro_batches in a loop of your own, all but the last "
+    "inside no_sync(); data.memory_bytes for what the loader reads ahead), or use more ranks."
 )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the host or a device had no memory left: torch says so in a RuntimeError, Python in a MemoryError."""
+    words = ("out of memory", "can't allocate memory")
+    return (
+        isinstance(error, MemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or (isinstance(error, RuntimeError) and any(word in str(error) for word in words))
+    )
 
 
 class AbortGuard:
@@ -91,8 +102,8 @@ class AbortGuard:
         if getattr(error, SHARED_MARK, False) and self.rank != 0:
             time.sleep(SHARED_ERROR_GRACE_S)  # rank 0's abort ends this sleep; after it nobody else will
         try:
-            if issubclass(kind, MemoryError) or "out of memory" in str(error):
-                error.add_note(MEMORY_HINT)
+            if is_out_of_memory(error):
+                error.add_note(f"This rank ran out of memory. {MEMORY_ADVICE}")
             text = "".join(traceback.format_exception(kind, error, trace))
             self.tell(f"{self.tag}{where} {self.where()}{text}")
         finally:  # also where nothing can be printed any more: a full disk, a closed pipe

@@ -2,25 +2,40 @@
 
 import logging
 import pickle
+from collections.abc import Sequence
 from typing import cast
+
+import numpy as np
 
 from mpidp.errors import MpidpError
 from mpidp.world.abort import SHARED_MARK
 from mpidp.world.mpi import MPI
-from mpidp.world.scalar import reduced
 
 log = logging.getLogger("mpidp")
 
 
-def share_error(comm: MPI.Intracomm, error: Exception | None, note: str) -> None:
+def share_error(comm: MPI.Intracomm, error: Exception | None, note: str, same: Sequence[int] = ()) -> bool:
     """Raises on every rank when some rank brings an error, else returns on every rank. Collective.
 
     All ranks raise the error of the lowest failing rank: that rank its own, which has the traceback, the others a
     copy of the same type and text. The note says where it came from.
+
+    Args:
+        comm: the ranks.
+        error: of this rank, if any.
+        note: where it happened.
+        same: integers (64 bits, signed), equally many on all ranks, that are compared in the same message.
+
+    Returns:
+        Whether all ranks brought the same integers.
     """
-    failing = reduced(comm, comm.size if error is None else comm.rank, MPI.MIN)
+    # The least of all numbers and of all their complements are each other's only if all are equal.
+    values = np.array([comm.size if error is None else comm.rank, *same, *(~value for value in same)], dtype=np.int64)
+    comm.Allreduce(MPI.IN_PLACE, values, op=MPI.MIN)
+    failing = int(values[0])
     if failing == comm.size:
-        return
+        least, complements = np.split(values[1:], 2)
+        return bool((least == ~complements).all())
     mine = error is not None and comm.rank == failing
     if mine:
         assert error is not None

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from mpidp.world.spans import Spans
 
 START, BETWEEN = "start", "between steps"
+NO_BATCH = -1, -1
 _NOTHING = nullcontext()
 
 
@@ -40,6 +41,10 @@ class Status:
         since: when the phase began, by `time.monotonic`.
         is_long: whether the phase may keep the other ranks waiting for as long as it likes.
         has_left: whether the main program is over.
+        batch: epoch of the batch whose loss was weighed since the last reduction, and samples of the epoch up to its
+            end.
+        accumulating_pass: autograd's number of the backward pass that only accumulates, as it is of a micro-batch
+            that is not the last; -1 before any.
         waits: by thread, what it waits in.
         spans: what collects all this for a trace; None as long as nobody asked for one.
         announce: called when a phase that may take long begins or ends; tells the other ranks.
@@ -51,6 +56,8 @@ class Status:
         self.since = time.monotonic()
         self.is_long = False
         self.has_left = False
+        self.batch = NO_BATCH
+        self.accumulating_pass = -1
         self.waits: dict[int, Wait] = {}
         self.spans: Spans | None = None
         self.announce: Callable[[], None] = lambda: None

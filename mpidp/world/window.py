@@ -1,5 +1,11 @@
-"""A number of bytes in, memory that all ranks of a node can read and write out."""
+"""Memory that all ranks of a node can read and write.
 
+Each rank makes an anonymous file in memory and the others of its node map it. A mapping lives as long as some tensor
+looks into it, so nobody's tensor ever points to memory that is gone, and giving it back is not collective. It takes
+no room of /dev/shm, which is small in containers, and leaves nothing behind when a job is killed.
+"""
+
+import mmap
 import os
 from collections.abc import Sequence
 
@@ -7,7 +13,6 @@ import torch
 from torch import Tensor
 
 from mpidp.world.mpi import MPI
-from mpidp.world.noise import without_noise
 from mpidp.world.scalar import reduced
 from mpidp.world.waiting import wait
 
@@ -19,14 +24,15 @@ CROWDED_PAUSE_S = 1e-4
 class SharedWindow:
     """Equal segments of node-shared memory, one for each rank of the node. Construction is collective on the node.
 
-    It is freed by `free`, or with the process: freeing is collective, which a garbage collector cannot be.
-
     Attributes:
         segments: one uint8 tensor a rank of the node, page-aligned and zeroed; all alias the same memory everywhere.
 
     Args:
         node_comm: the ranks of this node.
         num_bytes: size of one segment; the same on every rank.
+
+    Raises:
+        OSError: on all ranks of the node; one of them cannot make its segment, or see that of another.
     """
 
     def __init__(self, node_comm: MPI.Intracomm, num_bytes: int):
@@ -34,56 +40,59 @@ class SharedWindow:
         # A rank in a Barrier keeps its core busy; with more ranks than cores it keeps it from one that still works.
         cores = frozenset[int]().union(*node_comm.allgather(os.sched_getaffinity(0)))
         self._crowded = node_comm.size > len(cores)
-        # Segments need not be neighbours: each may then lie in the memory nearest to its rank.
-        info = MPI.Info.Create({"alloc_shared_noncontig": "true"})
         size = -(-max(num_bytes, 1) // PAGE_BYTES) * PAGE_BYTES
-        self._window = _allocate(node_comm, size, info)
-        info.Free()
         self.segments: Sequence[Tensor] = [
-            torch.frombuffer(self._window.Shared_query(rank)[0], dtype=torch.uint8) for rank in range(node_comm.size)
+            torch.frombuffer(mapped, dtype=torch.uint8) for mapped in _map_all(node_comm, size)
         ]
-        # One passive epoch for the whole life. In it, load and store are allowed, and Sync orders them.
-        self._window.Lock_all(MPI.MODE_NOCHECK)
         self.segments[node_comm.rank].zero_()  # the first touch, by the rank whose gradients will lie there
         self.synchronize()
 
     def synchronize(self, pause_s: float = 0.0) -> None:
         """Afterwards every rank of the node sees what all of them stored before. Collective on the node.
 
-        In MPI's unified memory model stores become visible "eventually"; Win.Sync is the memory barrier that makes
-        those before it visible, the Barrier orders the ranks, and the second Sync keeps later loads from being taken
-        from before it.
-
         Args:
             pause_s: how long to sleep between two looks, where the core is wanted by others; 0 keeps it.
         """
-        self._window.Sync()
+        # The barrier's own messages go through shared memory, so they order stores and loads around it as well.
         if self._crowded or pause_s:
             wait(self._comm.Ibarrier(), pause_s or CROWDED_PAUSE_S)
         else:
             self._comm.Barrier()
-        self._window.Sync()
 
     def free(self) -> None:
-        """Gives the memory back; no tensor may point into it any more. Collective on the node."""
+        """Lets go of the memory; it is given back when no tensor looks into it any more. Not collective."""
         self.segments = ()
-        self._window.Unlock_all()
-        self._window.Free()
 
 
-def _allocate(node_comm: MPI.Intracomm, size: int, info: MPI.Info) -> MPI.Win:
-    """The window, or MPI.Exception on every rank of the node if one of them cannot have it. Collective on the node."""
-    window: MPI.Win | None = None
-    error: MPI.Exception | None = None
+def _map_all(node_comm: MPI.Intracomm, size: int) -> list[mmap.mmap]:
+    """The segments of all ranks of the node; OSError on all of them if one fails. Collective on the node."""
+    error: OSError | None = None
+    own, mapped = -1, list[mmap.mmap]()
     try:
-        with without_noise():
-            window = MPI.Win.Allocate_shared(size, 1, info, node_comm)
-    except MPI.Exception as caught:
+        own = os.memfd_create("mpidp", os.MFD_CLOEXEC)
+        os.ftruncate(own, size)
+    except OSError as caught:
         error = caught
-    if not reduced(node_comm, window is not None, MPI.LAND):
-        raise error or MPI.Exception(MPI.ERR_RMA_SHARED)
-    assert window is not None
-    return window
+    files: list[str] = node_comm.allgather(f"/proc/{os.getpid()}/fd/{own}")
+    try:
+        if error is None:
+            mapped = [_map(file, size) for file in files]
+    except OSError as caught:
+        error = caught
+    are_mapped = reduced(node_comm, error is None, MPI.LAND)  # on all ranks, so the files may be closed
+    if own >= 0:
+        os.close(own)
+    if not are_mapped:
+        raise error or OSError("another rank of the node cannot map the memory of all")
+    return mapped
+
+
+def _map(file: str, size: int) -> mmap.mmap:
+    descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(descriptor, size)
+    finally:
+        os.close(descriptor)
 
 
 def free_shared_memory() -> int | None:

@@ -20,9 +20,8 @@ def spin():
         pass
 
 world = mpidp.init(stall_warning_s={warning}, stall_abort_s={abort})
-model = mpidp.DataParallel(torch.nn.Linear(4, 2), world, {options})
+model = mpidp.DataParallel(torch.nn.Linear(4, 2), world, compare_steps=4, {options})
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-replicas = mpidp.ReplicaCheck(model, optimizer, every_steps=4, on_mismatch="{action}")
 
 def batches():
     for number in range(40):
@@ -34,7 +33,6 @@ for x in model.batches(batches()):
     model(x).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-    replicas.check()
     if world.status.step == 5 and world.rank == FAILS:
         {step}
 world.barrier()
@@ -57,9 +55,8 @@ CASES: dict[str, tuple[dict[str, str], int | None]] = {
     "options": ({"options": "bucket_bytes=1000 + world.rank"}, 1),
     "nan": ({"options": "check_finite=True", "step": NAN}, 1),
     "astray": ({"step": FLIP}, 1),
-    "healed": ({"step": FLIP, "action": "heal"}, 0),
 }
-DEFAULTS = {"data": "pass", "step": "pass", "options": "", "action": "stop", "warning": "1.0", "abort": "4.0"}
+DEFAULTS = {"data": "pass", "step": "pass", "options": "", "warning": "1.0", "abort": "4.0"}
 
 
 def program(case: str, rank: int = 1, **changes: str) -> str:

@@ -43,6 +43,21 @@ class Astray(torch.optim.SGD):
             weight.view(-1).view(torch.int32)[3] ^= 1 << 23
 
 
+class Full(Net):
+    """Runs out of memory on rank 1, on its way forward or backward, in its step AT."""
+
+    def forward(self, x):
+        output = super().forward(x)
+        if RANK == "1" and self.step == AT and self.training:
+            if os.environ["WHAT"] == "forward":
+                self.allocate()
+            output.register_hook(self.allocate)
+        return output
+
+    def allocate(self, gradient=None):
+        torch.empty(1 << 60, dtype=torch.uint8)
+
+
 class Fails(torch.optim.SGD):
     """Raises on rank 1 in its step AT."""
 
@@ -116,3 +131,26 @@ def test_a_flipped_bit_is_healed(tmp_path: Path) -> None:
     result = train(tmp_path, *words, AT="5")
     assert result.code == 0, result.output
     assert "They now hold what the majority does" in result.output
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_rank_without_memory_is_named(tmp_path: Path, phase: str) -> None:
+    """Behaviour 30: rank, node, step, phase, and what to do; on its way forward all ranks hear it and end together."""
+    result = train(tmp_path, "--model.name=own:Full", AT="5", WHAT=phase)
+    assert result.code == 1
+    assert result.output.count("fewer samples at once (train.micro_batch") == 1
+    assert "DefaultCPUAllocator: can't allocate memory" in result.output
+    if phase == "forward":
+        assert f"rank 1 of 3 ({HOST}) ran out of memory in step 5, phase forward, with " in result.output
+        assert "Traceback" not in result.output
+    else:
+        assert f"[rank 1 of 3 on {HOST}] at step 4, in phase backward: Traceback" in result.output
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_a_rank_without_memory_in_a_micro_batch(tmp_path: Path, overlap: str) -> None:
+    """Behaviour 30: in the second slice of four, none of which the other ranks have reduced."""
+    words = ("--model.name=own:Full", "--train.micro_batch=3", f"--reduce.overlap={overlap}")
+    result = train(tmp_path, *words, AT="2", WHAT="forward")
+    assert result.code == 1 and "Traceback" not in result.output, result.output
+    assert result.output.count(f"rank 1 of 3 ({HOST}) ran out of memory in step 1, phase forward") == 1

@@ -4,7 +4,9 @@ import io
 import os
 import threading
 
+import numpy as np
 import pytest
+import torch
 
 from mpidp.world import abort
 
@@ -46,3 +48,15 @@ def test_memory_and_files_are_not_waited_for(tmp_path: os.PathLike[str], monkeyp
     with open(os.path.join(tmp_path, "log"), "w") as stream:
         abort.wait_until_read(stream)
         assert stream.tell() == 0
+
+
+def test_every_way_of_running_out_of_memory() -> None:
+    with pytest.raises(RuntimeError) as of_torch:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    with pytest.raises(MemoryError) as of_numpy:
+        np.empty(1 << 60, dtype=np.uint8)
+    of_gpu = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    of_kernel = OSError(12, "Cannot allocate memory")
+    assert all(map(abort.is_out_of_memory, (of_torch.value, of_numpy.value, of_gpu, of_kernel)))
+    others = ValueError("out of memory"), OSError(28, "No space left on device"), RuntimeError("shapes differ")
+    assert not any(map(abort.is_out_of_memory, others))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpidp.train.bits import Piece, cut, flat, replicated, sum_of_bits
-from mpidp.train.replicas.strays import Strays, find_strays
+from mpidp.train.replicas import Diverged, find_diverged
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex128, torch.bool, torch.int64]
 
@@ -67,12 +67,15 @@ def test_dense_tensors_are_not_copied() -> None:
 
 
 def test_what_is_replicated() -> None:
-    """Behaviour 35: parameters and optimizer state by name; buffers may differ."""
+    """Behaviours 35 and 52: parameters, optimizer state and persistent buffers by name; running statistics differ."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.BatchNorm1d(2, affine=False))
+    model[0].register_buffer("mask", torch.ones(2))
+    model[0].register_buffer("cache", torch.ones(2), persistent=False)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.randn(4, 2)).sum().backward()
     optimizer.step()
-    assert set(replicated(list(model.named_parameters()), optimizer)) == {
+    assert set(replicated(model, [optimizer])) == {
+        "buffer 0.mask",
         "parameter 0.weight",
         "optimizer state step of 0.weight",
         "optimizer state exp_avg of 0.weight",
@@ -84,13 +87,13 @@ def test_what_is_replicated() -> None:
     ("sums", "found"),
     [
         ([[1, 2], [1, 2], [1, 2]], []),
-        ([[1, 2], [1, 3], [1, 2]], [Strays("b", 0, (1,))]),
-        ([[9, 2], [1, 2], [1, 2]], [Strays("a", 1, (0,))]),
-        ([[1, 2], [1, 3]], [Strays("b", None, (0, 1))]),
-        ([[1, 2], [1, 2], [1, 3], [1, 3]], [Strays("b", None, (0, 1, 2, 3))]),
-        ([[1], [2], [1], [3], [1]], [Strays("a", 0, (1, 3))]),
+        ([[1, 2], [1, 3], [1, 2]], [Diverged("b", 0, (1,))]),
+        ([[9, 2], [1, 2], [1, 2]], [Diverged("a", 1, (0,))]),
+        ([[1, 2], [1, 3]], [Diverged("b", None, (0, 1))]),
+        ([[1, 2], [1, 2], [1, 3], [1, 3]], [Diverged("b", None, (0, 1, 2, 3))]),
+        ([[1], [2], [1], [3], [1]], [Diverged("a", 0, (1, 3))]),
     ],
 )
-def test_the_minority_is_astray(sums: list[list[int]], found: list[Strays]) -> None:
+def test_the_minority_has_diverged(sums: list[list[int]], found: list[Diverged]) -> None:
     """Behaviour 35: without a majority nobody knows who is right."""
-    assert find_strays("ab"[: len(sums[0])], sums) == found
+    assert find_diverged("ab"[: len(sums[0])], sums) == found

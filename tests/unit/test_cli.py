@@ -44,7 +44,7 @@ TRAIN_OPTIONS = """
 --reduce.overlap
 --checkpoint.background --checkpoint.every_epochs --checkpoint.every_steps --checkpoint.keep --checkpoint.on_failure
 --log.every_steps --log.progress_s --log.trace_from --log.trace_steps
---watch.stall_warning_s --watch.stall_abort_s --watch.compare_steps --watch.on_mismatch
+--watch.stall_warning_s --watch.stall_abort_s --watch.compare_steps
 """
 
 Trained = list[tuple[RunConfig, Path | None]]
@@ -126,7 +126,6 @@ def test_public_names() -> None:
         "DataParallel",
         "FieldSpec",
         "HDF5Loader",
-        "ReplicaCheck",
         "ShardedOptimizer",
         "StopSignal",
         "Survivors",

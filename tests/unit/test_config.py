@@ -170,7 +170,7 @@ def test_every_field_but_tables_and_choices_has_a_check() -> None:
         "reduce.overlap",
     }
     unchecked |= {"reduce.error_feedback", "reduce.check_finite", "checkpoint.background", "checkpoint.on_failure"}
-    unchecked |= {"train.sync_batch_norm", "train.fault_tolerance", "watch.on_mismatch", "optimizer.sharded"}
+    unchecked |= {"train.sync_batch_norm", "train.fault_tolerance", "optimizer.sharded"}
     assert set(config_checks._CHECKS) == keys - unchecked
 
 

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
+from mpidp.config import OptimizerSection
 from mpidp.errors import ConfigError
+from mpidp.train.components.components import build_optimizer
 from mpidp.train.components.lookup import call, find
 
 BUILT_IN = {"mlp": "mpidp.models.mlp:mlp", "cnn": "mpidp.models.cnn:cnn"}
@@ -158,3 +161,35 @@ def looked_up(folder: Path, name: str, *options: str, **environment: str) -> sub
     )
     words = [sys.executable, *options, str(script), name]
     return subprocess.run(words, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("LBFGS", {}, ["closure", "loop of your own"]),
+        (f"{__name__}:Searching", {}, ["Searching", "closure"]),
+        ("SparseAdam", {}, ["sparse gradients"]),
+        ("Muon", {}, ["2D parameters"]),
+        ("SGD", {"momentum": -1}, ["momentum value: -1"]),
+    ],
+)
+def test_optimizers_that_the_loop_cannot_step(name: str, arguments: dict[str, Any], words: list[str]) -> None:
+    section = OptimizerSection(name=name, arguments=arguments)
+    with pytest.raises(ConfigError) as caught:
+        build_optimizer(section, nn.Linear(2, 2))
+    assert all(word in str(caught.value) for word in [name, *words]), caught.value
+
+
+def test_every_other_optimizer_of_torch_can_be_stepped() -> None:
+    """Muon takes matrices only."""
+    names = [name for name, kind in vars(torch.optim).items() if isinstance(kind, type)]
+    for name in sorted(set(names) - {"LBFGS", "SparseAdam", "Optimizer"}):
+        model = nn.Linear(2, 2, bias=False)
+        optimizer = build_optimizer(OptimizerSection(name=name), model)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+
+class Searching(torch.optim.SGD):
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        return super().step(closure)

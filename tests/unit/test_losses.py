@@ -5,12 +5,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from mpidp.config import LossSection
-from mpidp.errors import ConfigError
+from mpidp.errors import ConfigError, DataError
 from mpidp.train.components.losses import BUILT_IN, build_loss, count_right, cross_entropy
 
 GENERATOR = torch.Generator().manual_seed(0)
 SCORES = torch.randn(6, 5, generator=GENERATOR)
 LABELS = torch.tensor([0, 1, 2, 3, 4, 0])
+SHARES = torch.softmax(torch.randn(6, 5, generator=GENERATOR), 1)
 SEQUENCES = torch.randn(2, 3, 5, generator=GENERATOR)
 
 
@@ -31,6 +32,35 @@ def test_cross_entropy_of_sequences_is_the_mean_over_all_places() -> None:
 def test_cross_entropy_of_images_has_classes_in_the_second_place_as_torch_has_it() -> None:
     scores, labels = torch.randn(2, 5, 4, 3), torch.randint(0, 5, (2, 4, 3))
     assert torch.equal(cross_entropy(scores, labels), F.cross_entropy(scores, labels))
+
+
+def test_cross_entropy_of_class_probabilities_is_torchs() -> None:
+    assert torch.equal(cross_entropy(SCORES, SHARES), F.cross_entropy(SCORES, SHARES))
+    assert cross_entropy(SCORES, SHARES) > -(SHARES * SHARES.log()).sum(1).mean()  # the targets' own entropy
+    assert torch.isnan(cross_entropy(SCORES[:0], SHARES[:0]))  # which `weigh` turns into nothing
+
+
+@pytest.mark.parametrize(
+    ("output", "target", "advice"),
+    [
+        (SCORES, SHARES[:, 0], 'decode = "numpy:int64"'),
+        (SCORES, LABELS.double(), 'decode = "numpy:int64"'),
+        (SCORES, SHARES[:, :3], 'loss.name = "mse_loss"'),
+        (SCORES[:, 0], SHARES[:, 0], 'loss.name = "mse_loss"'),
+        (SEQUENCES, SHARES.view(2, 3, 5)[:, :, 0], 'loss.name = "mse_loss"'),
+        (SEQUENCES, SHARES[:2, None].expand(2, 3, 5), 'loss.name = "torch.nn.functional:cross_entropy"'),
+        (SCORES, LABELS[:, None], 'decode = "numpy:ravel"'),
+        (SCORES, F.one_hot(LABELS, 5), 'dtype = "float32"'),
+        (SCORES, LABELS[:, None].expand(6, 2), "data.transform"),
+    ],
+)
+def test_targets_that_are_neither_classes_nor_probabilities(
+    output: torch.Tensor, target: torch.Tensor, advice: str
+) -> None:
+    """A fraction cut off to an integer would be class 0, unsaid."""
+    with pytest.raises(DataError) as caught:
+        cross_entropy(output, target)
+    assert all(words in str(caught.value) for words in (str(tuple(target.shape)), advice)), caught.value
 
 
 @pytest.mark.parametrize(("output", "target"), [(SCORES[:0], LABELS[:0]), (SEQUENCES[:0], LABELS.view(2, 3)[:0])])
@@ -59,6 +89,31 @@ def test_a_users_own_loss() -> None:
     assert torch.equal(loss(SCORES, SCORES + 1), torch.tensor(0.375))
 
 
+ELEMENTWISE = [name for name in BUILT_IN if name not in ("cross_entropy", "nll_loss")]
+
+
+@pytest.mark.parametrize("name", [*ELEMENTWISE, "torch.nn.functional:mse_loss"])
+def test_nothing_is_broadcast(name: str) -> None:
+    """(6,) against (6, 1) would be the mean over 36 pairs of samples."""
+    loss, column = build_loss(LossSection(name=name)), torch.rand(6, 1)
+    with pytest.raises(DataError, match=r"\(6, 1\) and \(6,\).*unsqueeze"):
+        loss(column, column[:, 0])
+    with pytest.raises(DataError, match=r"\(6,\) and \(6, 1\).*numpy:ravel"):
+        loss(column[:, 0], column)
+    with pytest.raises(DataError, match=r"\(6, 1\) and \(6, 5\)"):
+        loss(column, SHARES)
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64])
+def test_whole_numbers_are_numbers(name: str, dtype: torch.dtype) -> None:
+    """Of torch's losses some refuse them, one in backward only."""
+    loss, output, target = build_loss(LossSection(name=name)), SCORES.clone().requires_grad_(), LABELS % 2
+    value = loss(output[:, 0], target.to(dtype))
+    value.backward()
+    assert torch.equal(value, getattr(F, name)(SCORES[:, 0], target.float()))
+
+
 def test_the_nearest_name_is_offered() -> None:
     with pytest.raises(ConfigError, match=r"loss\.name = 'cross_entropi' .*'cross_entropy'"):
         build_loss(LossSection(name="cross_entropi"))
@@ -81,6 +136,11 @@ def test_right_answers_of_sequences_are_means_over_the_sequence() -> None:
 )
 def test_regression_has_no_right_answers(output: torch.Tensor, target: torch.Tensor) -> None:
     assert count_right(output, target) is None
+
+
+def test_probabilities_have_no_right_answers() -> None:
+    """Which class is right, they do not say: no accuracy is recorded."""
+    assert count_right(SCORES, SHARES) is None
 
 
 def test_an_output_that_is_no_tensor_has_no_right_answers() -> None:

@@ -147,15 +147,25 @@ def test_a_dry_run_refuses_shards_of_what_cannot_be_divided(file: str, capsys: p
     words += ["--model.arguments.in_features=3", "--model.arguments.out_features=2", "--optimizer.sharded=true"]
     assert main([*words, "--optimizer.name=AdamW"]) == 0
     assert capsys.readouterr().out.startswith("plan for")
-    assert main([*words, "--optimizer.name=LBFGS"]) == 1
+    assert main([*words, "--optimizer.name=Adafactor"]) == 1
     shown = capsys.readouterr()
-    assert "LBFGS cannot be sharded" in shown.err and "AdamW" in shown.err and not shown.out
+    assert "Adafactor cannot be sharded" in shown.err and "AdamW" in shown.err and not shown.out
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam", "Muon"])
+def test_a_dry_run_refuses_an_optimizer_that_the_run_would_refuse(
+    file: str, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    words = ["train", f"--data.train={file}", "--model.name=torch.nn:Linear", "--dry-run", f"--optimizer.name={name}"]
+    assert main([*words, "--model.arguments.in_features=3", "--model.arguments.out_features=2"]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.count("\n") == 1 and name in shown.err and not shown.out
 
 
 def test_a_dry_run_under_a_launcher_plans_for_its_ranks_and_speaks_once(
     file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["train", f"--data.train={file}", "--model.name=torch.nn:Identity", "--dry-run"]
+    words = ["train", f"--data.train={file}", "--model.name=cnn", "--dry-run"]
     monkeypatch.delitem(sys.modules, "mpidp.world.start", raising=False)  # another test may have started MPI here
     monkeypatch.setenv("PMI_SIZE", "3")
     monkeypatch.setenv("PMI_RANK", "1")

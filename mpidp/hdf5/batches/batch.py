@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mpidp.errors import DataError
 from mpidp.hdf5.order.keyed import IntArray
+from mpidp.world.status import NO_BATCH, status
 
 if TYPE_CHECKING:
     from mpidp.world.world import World
@@ -30,11 +31,17 @@ class Batch:
     __iter__ = None  # whether names or tensors would come is anyone's guess: batch.fields and batch[name] say
 
     def __init__(
-        self, tensors: dict[str, Tensor], indices: IntArray, global_size: int, world: World | None = None
+        self,
+        tensors: dict[str, Tensor],
+        indices: IntArray,
+        global_size: int,
+        world: World | None = None,
+        place: tuple[int, int] = NO_BATCH,
     ) -> None:
         self._tensors = tensors
         self._world = world
         self._whole = True
+        self._place = place  # epoch, and samples of it up to the end of this batch
         self.indices = indices
         self.global_size = global_size
         self.last = True
@@ -73,6 +80,9 @@ class Batch:
         samples, or count 0) the loss may be NaN; the result is then 0 and gives parameters no gradient at
         all, though `backward` still passes all of them. At world size 1 the result is `loss` itself.
 
+        Of a micro batch that is not the last, `backward()` of the result only accumulates: `DataParallel` reduces the
+        whole sum in that of the last one.
+
         Raises `DataError` for a loss that is no scalar, a negative count, and a count on a micro batch (whose
         share of all counts is not known yet: weigh sums by hand there).
         """
@@ -81,16 +91,19 @@ class Batch:
                 f"weigh was given a loss of shape {tuple(loss.shape)}; give the mean over the local samples, a scalar"
             )
         world_size = 1 if self._world is None else self._world.size
+        status.batch = self._place  # `DataParallel` sees that all ranks reduce the same
         here, everywhere = (self.size, self.global_size) if count is None else self._counts(count)
         if here == 0:
             return _no_gradient(loss)
         # Bit for bit the user's own loss where there is nothing to scale.
-        return loss if here * world_size == everywhere else loss * (here * world_size / everywhere)
+        scaled = loss if here * world_size == everywhere else loss * (here * world_size / everywhere)
+        return scaled if self.last or world_size == 1 else _accumulate(scaled)
 
     def micro_batches(self, max_size: int) -> list[Batch]:
         """Return this batch in slices of at most `max_size` samples, sizes within one of each other.
 
-        The sum of their weighed losses is the weighed loss of the whole. A batch without samples gives one
+        The sum of their weighed losses is the weighed loss of the whole, and one `backward()` each gives its
+        gradients, with or without `no_sync()`. A batch without samples gives one
         slice without samples. Ranks may get different numbers of slices; `last` is True for the last.
         """
         if max_size < 1:
@@ -101,7 +114,7 @@ class Batch:
 
     def _slice(self, start: int, stop: int, parts: int) -> Batch:
         tensors = {name: tensor[start:stop] for name, tensor in self._tensors.items()}
-        batch = Batch(tensors, self.indices[start:stop], self.global_size, self._world)
+        batch = Batch(tensors, self.indices[start:stop], self.global_size, self._world, self._place)
         batch.last = self.last and stop == self.size
         batch._whole = parts == 1 and self._whole
         return batch
@@ -134,3 +147,22 @@ def _no_gradient(loss: Tensor) -> Tensor:
     zero = _NoGradient.apply(loss)  # type: ignore[no-untyped-call]
     assert isinstance(zero, Tensor)
     return zero
+
+
+class _Accumulate(torch.autograd.Function):
+    """The identity, whose backward pass says that it belongs to a sum which is not complete."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        status.accumulating_pass = torch._C._current_graph_task_id()
+        return gradients
+
+
+def _accumulate(loss: Tensor) -> Tensor:
+    marked = _Accumulate.apply(loss)  # type: ignore[no-untyped-call]
+    assert isinstance(marked, Tensor)
+    return marked

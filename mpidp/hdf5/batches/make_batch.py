@@ -49,4 +49,4 @@ class BatchMaker:
             if self._wants_random:
                 on_device = SampleRandom(seed, step.epoch, assembled.indices, self._device)
             tensors = transform_batch(self._transform, tensors, on_device, size)
-        return Batch(tensors, assembled.indices, step.stop - step.start, self._world)
+        return Batch(tensors, assembled.indices, step.stop - step.start, self._world, (step.epoch, step.stop))

@@ -15,9 +15,7 @@ from mpidp.hdf5.files.dataset import Rows
 from mpidp.hdf5.memory.contents import Contents, Read, Records
 from mpidp.hdf5.memory.room import check_room
 from mpidp.hdf5.order.keyed import IntArray
-from mpidp.world import tolerance
-from mpidp.world.mpi import MPI
-from mpidp.world.window import SharedWindow, free_shared_memory
+from mpidp.world.window import SharedWindow
 
 if TYPE_CHECKING:
     from mpidp.world.world import World
@@ -41,7 +39,7 @@ class NodeMemory:
         self._pending: IntArray | None = None
         start, stop = contents.share(self._rank, self._ranks)
         largest = -(-contents.num_rows // self._ranks) * contents.record.itemsize
-        check_room(world, "node", largest, free_shared_memory() if self._ranks > 1 else None)
+        check_room(world, "node", largest, None)
         self._starts = np.array([contents.share(rank, self._ranks)[0] for rank in range(self._ranks)], dtype=np.int64)
         self._segments: list[Records] = []
         try:
@@ -95,11 +93,8 @@ class NodeMemory:
         self._pending = None
 
     def close(self) -> None:
-        """Give the memory back. Collective on the node."""
-        self._segments, self._pending = [], None
-        if self._window is not None and not tolerance.is_on():  # else it goes with the process
-            self._window.free()
-        self._window = None
+        """Give the memory back."""
+        self._segments, self._pending, self._window = [], None, None
 
     def _copy(self, segment: Records, rows: IntArray, out: Rows, where: IntArray) -> None:
         for place, field in enumerate(self._contents.fields):
@@ -121,19 +116,17 @@ class NodeMemory:
 def _share(world: World, num_bytes: int) -> SharedWindow | None:
     """Return memory that the ranks of a node share, or None for a rank that is alone there. Collective.
 
-    Raises `DataError` on all ranks when MPI cannot share memory on one node.
+    Raises `DataError` on all ranks when those of one node cannot share memory.
     """
     window: SharedWindow | None = None
-    error: MPI.Exception | None = None
+    error: OSError | None = None
     # All ranks of a node fail together, but those of other nodes do not know.
     try:
         window = SharedWindow(world.node_comm, num_bytes) if world.local_size > 1 else None
-    except MPI.Exception as caught:
+    except OSError as caught:
         error = caught
-    failure = error and f"{world.host}: MPI cannot share {num_bytes:,} bytes between the ranks of a node ({error})"
+    failure = error and f"{world.host}: the ranks of a node cannot share {num_bytes:,} bytes ({error})"
     failures = [found for found in world.comm.allgather(failure) if found]
-    if failures and window is not None:
-        window.free()
     with world.together("sharing memory"):
         if failures:
             raise DataError(f'mode="node": {failures[0]}; take mode="store" or mode="stream"')

@@ -114,7 +114,7 @@ class _Contest:
         parameter = nn.Parameter(torch.zeros_like(self.pattern))
         buckets = Buckets([parameter], self.num_bytes, reducer.allocate)
         (bucket,) = buckets.buckets
-        (gradient,) = bucket.views
+        gradient = buckets.view(0)
         self.chosen[name] = choice.name
 
         def prepare() -> None:

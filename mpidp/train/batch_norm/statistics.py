@@ -1,13 +1,63 @@
 """Running statistics of batch norm on each rank in, their combination by sample counts on every rank out."""
 
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from mpidp.train.batch_norm.sync import SyncBatchNorm
 from mpidp.world.world import World
 
 # All batch norms derive from it; instance norm has running statistics only when asked.
 _Normalisation = nn.modules.batchnorm._NormBase
+log = logging.getLogger("mpidp")
+
+
+class Statistics:
+    """Knows on how many samples a module was trained on this rank since its running statistics were combined.
+
+    Args:
+        module: the model; its layers are looked for when they are needed.
+    """
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+        self._num_samples = self._kept = 0
+        self._has_warned = False
+
+    def count(self, is_training: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """The model was called: samples are what the first tensor holds along its first dimension."""
+        if is_training:
+            tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim())
+            self._num_samples += next((len(tensor) for tensor in tensors), 1)
+
+    def keep(self) -> None:
+        """A step was taken with what was counted."""
+        self._kept = self._num_samples
+
+    def go_back(self) -> None:
+        """To the end of the last step that was taken."""
+        self._num_samples = self._kept
+
+    def combine(self, world: World) -> None:
+        """Gives every rank the statistics of the samples of all ranks. Collective."""
+        combine_statistics(self._module, world, self._num_samples)
+        self._num_samples = self._kept = 0
+
+    def warn_if_apart(self, what: str, world: World) -> None:
+        """Says once, on rank 0, that `what` has statistics of one rank's samples only. Not collective."""
+        if self._has_warned or not self._num_samples or world.size == 1 or not _layers(self._module):
+            return
+        self._has_warned = True
+        if world.rank == 0:
+            log.warning(
+                "%s: running statistics of batch norm are those of this rank's samples; "
+                "call model.combine_statistics() on all ranks before",
+                what,
+            )
 
 
 def combine_statistics(module: nn.Module, world: World, num_samples: int) -> None:
@@ -21,8 +71,7 @@ def combine_statistics(module: nn.Module, world: World, num_samples: int) -> Non
         world: the ranks.
         num_samples: samples this rank has trained on since the last call.
     """
-    layers = [m for m in module.modules() if isinstance(m, _Normalisation) and m.running_mean is not None]
-    layers = [m for m in layers if not isinstance(m, SyncBatchNorm)]  # those have the statistics of all ranks
+    layers = _layers(module)
     if not layers or world.size == 1:
         return
     means, variances = (
@@ -38,6 +87,11 @@ def combine_statistics(module: nn.Module, world: World, num_samples: int) -> Non
     mean = first / total
     _scatter(mean, [m.running_mean for m in layers])
     _scatter(second / total - mean.square(), [m.running_var for m in layers])
+
+
+def _layers(module: nn.Module) -> list[_Normalisation]:
+    layers = [m for m in module.modules() if isinstance(m, _Normalisation) and m.running_mean is not None]
+    return [m for m in layers if not isinstance(m, SyncBatchNorm)]  # those have the statistics of all ranks
 
 
 def _concatenate(tensors: list[Tensor | None]) -> Tensor:

@@ -6,7 +6,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from mpidp.errors import MpidpError
+from mpidp.errors import DataError, MpidpError
 from mpidp.train.batch_norm.group import SyncGroup
 from mpidp.train.batch_norm.moments import Moments, moments_of, widened
 from mpidp.train.batch_norm.normalise import Normalise
@@ -80,7 +80,7 @@ class SyncBatchNorm(_BatchNorm):
         """Collective in training.
 
         Raises:
-            ValueError: on all ranks, all ranks together have one value a channel.
+            DataError: on all ranks, all ranks together have one value a channel.
         """
         if not self.training or (self.group is not None and self.group.size == 1):
             return super().forward(input)
@@ -92,7 +92,11 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         moments = self.group.combine(moments_of(input), self.number)
         if moments.count == 1:
-            error = ValueError("Expected more than 1 value per channel when training, got 1 on all ranks together")
+            error = DataError(
+                "Expected more than 1 value per channel when training, got 1 on all ranks together: the remainder of "
+                "an epoch. Leave out an incomplete last step (drop_last=True, data.drop_last), or choose another "
+                "global_batch."
+            )
             setattr(error, SHARED_MARK, True)
             raise error
         self._update_statistics(moments)

@@ -28,14 +28,33 @@ def build_model(config: RunConfig) -> nn.Module:
 
 
 def build_optimizer(section: OptimizerSection, model: nn.Module) -> torch.optim.Optimizer:
-    """A class of torch.optim by name, or the user's own, over the model's trainable parameters."""
+    """A class of torch.optim by name, or the user's own, over the model's trainable parameters.
+
+    Raises:
+        ConfigError: it cannot be found, refuses its arguments, or needs what the training loop does not give.
+    """
     built_in = _classes(torch.optim, torch.optim.Optimizer)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     function = find("optimizer.name", section.name, built_in)
-    return cast(
-        torch.optim.Optimizer,
-        call(f"optimizer {section.name!r}", function, parameters, lr=section.lr, **section.arguments),
-    )
+    optimizer = call(f"optimizer {section.name!r}", function, parameters, lr=section.lr, **section.arguments)
+    _check_steps(section.name, optimizer)
+    return cast(torch.optim.Optimizer, optimizer)
+
+
+def _check_steps(name: str, optimizer: Any) -> None:
+    """Raises ConfigError for an optimizer that the loop of `mpidp train` cannot step."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"optimizer.name = {name!r}: its step calls a closure, which computes the loss again as often as it likes, "
+            f"and mpidp train computes it once a step. Choose another, or write a loop of your own, in which the "
+            f"closure returns the mean loss over all ranks (docs/decisions/0020-what-a-run-file-cannot-train.md)."
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ConfigError(
+            f"optimizer.name = {name!r} steps sparse gradients only, and those are not reduced. Use Adam, and "
+            f"sparse=False in the model."
+        )
 
 
 def build_scheduler(

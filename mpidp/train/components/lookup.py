@@ -59,12 +59,13 @@ def _places() -> str:
 
 
 def call(key: str, function: Callable[..., Any], *args: Any, **arguments: Any) -> Any:
-    """Calls what `find` found; keyword arguments that it does not take become a ConfigError that names them."""
+    """Calls what `find` found; arguments that it does not take, or torch's own refuse, become a ConfigError."""
     try:
         return function(*args, **arguments)
-    except TypeError as error:
-        if _takes(function, args, arguments):
-            raise  # a bug inside the function, not in the names of the arguments
+    except (TypeError, ValueError) as error:
+        is_torchs = str(getattr(function, "__module__", "")).startswith("torch.") and isinstance(error, ValueError)
+        if not is_torchs and (isinstance(error, ValueError) or _takes(function, args, arguments)):
+            raise  # a bug inside the function, not in its arguments
         given = listed(f"{name}={shown(value)}" for name, value in arguments.items()) or "none"
         raise ConfigError(f"{key}: {error}. Arguments given: {given}.") from error
 

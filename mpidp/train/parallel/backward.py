@@ -22,11 +22,14 @@ class Listener(Protocol):
     def on_gradient(self, index: int) -> None:
         """A gradient of parameter `index` is about to be accumulated."""
 
-    def on_ready(self, index: int) -> None:
-        """Parameter `index` has all the gradient that this pass has for it, be it none."""
+    def on_begin(self) -> None:
+        """A backward pass has come to its first parameter."""
 
-    def on_end(self) -> None:
-        """A backward pass is over that came to a parameter, or passed an output on its way to other ones."""
+    def on_ready(self, index: int, task: int) -> None:
+        """Parameter `index` has all the gradient that pass `task` has for it, be it none."""
+
+    def on_end(self, task: int) -> None:
+        """Backward pass `task` is over that came to a parameter, or passed an output on its way to other ones."""
 
     def on_failure(self) -> None:
         """A backward pass failed half-way; its exception is on its way to the user."""
@@ -73,6 +76,12 @@ class BackwardWatch:
         self._parameters.clear()
 
     @property
+    def is_in_pass(self) -> bool:
+        """Whether a backward pass is under way that came to a parameter."""
+        running = self._running()
+        return running is not None and running.came_to_parameter
+
+    @property
     def is_training(self) -> bool:
         """Whether some parameter takes gradients at the moment."""
         return any(parameter.requires_grad for parameter in self._parameters)
@@ -93,6 +102,8 @@ class BackwardWatch:
             self.enter()
         running, listener = self._running(), self.listener()
         assert running is not None
+        if listener is not None and not running.came_to_parameter:
+            listener.on_begin()
         running.came_to_parameter = True
         if gradient is not None and listener is not None:
             listener.on_gradient(index)
@@ -101,7 +112,7 @@ class BackwardWatch:
         """Runs for parameters whose gradient is None, too."""
         running, listener = self._running(), self.listener()
         if running is not None and listener is not None and running.task == torch._C._current_graph_task_id():
-            listener.on_ready(index)
+            listener.on_ready(index, running.task)
 
     def _running(self) -> "_Pass | None":
         """The pass we wait for; None when there is none, or it failed and autograd has forgotten it."""
@@ -122,7 +133,7 @@ class _Pass:
         self._watch._pass = None
         listener = self._watch.listener()
         if listener is not None and (self.came_to_parameter or self._passed_by()):
-            listener.on_end()
+            listener.on_end(self.task)
 
     def _passed_by(self) -> bool:
         """Whether this rank's output used no parameter at all, in a step in which other ranks' outputs may."""
@@ -130,8 +141,11 @@ class _Pass:
 
     def __del__(self) -> None:
         listener = self._watch.listener()
-        if not self.is_over and listener is not None:
-            listener.on_failure()
+        if self.is_over or listener is None:
+            return
+        if self._watch._running() is self:  # also where an exception's traceback keeps this object
+            self._watch._pass = None
+        listener.on_failure()
 
 
 class _Entry:

@@ -1,33 +1,32 @@
 """A model in, the same model out whose gradients are the mean over all ranks whenever `backward()` returns."""
 
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 import mpidp
-from mpidp.errors import LaunchError
+from mpidp.errors import MpidpError
 from mpidp.reduce.buckets import Buckets
-from mpidp.reduce.choice import Choice, decide, make_reducer, wants_overlap
-from mpidp.reduce.feedback import Residuals
+from mpidp.reduce.choice import Choice, decide, wants_overlap
 from mpidp.reduce.options import ReducerOptions
 from mpidp.reduce.reducer import Reducer
-from mpidp.reduce.reduction import Reduction
-from mpidp.train.batch_norm.lockstep import Lockstep
+from mpidp.train.batch_norm.statistics import Statistics
 from mpidp.train.broadcast import broadcast_module
-from mpidp.train.parallel.backward import BackwardWatch
-from mpidp.train.parallel.step_watch import StepWatch
+from mpidp.train.parallel.gradient_sync import GradientSync
+from mpidp.train.parallel.step_check import WRAP_ANEW
+from mpidp.train.replicas import EVERY_STEPS
 from mpidp.train.signature import check_same, check_supported, module_signature
 from mpidp.world import tolerance
 from mpidp.world.abort import SHARED_MARK
-from mpidp.world.status import BETWEEN, status
-from mpidp.world.topology import Topology, make_topology
+from mpidp.world.status import status
 from mpidp.world.world import World
 
 T = TypeVar("T")
+log = logging.getLogger("mpidp")
 
 # Several buckets for a model of any size, so that the first leaves early, and each large enough for full bandwidth.
 BUCKET_BYTES = 8 << 20
@@ -45,7 +44,14 @@ class DataParallel(nn.Module):
     `forward` communicates nothing, but for the first one that trains parameters which were frozen before, and for
     layers of `SyncBatchNorm` in training: then all ranks must call it equally often before each reduction.
 
+    An optimizer, of any class, steps reduced gradients only: what it finds accumulated, or set by hand, is reduced
+    first, and what cannot be is an error that names the parameter. At each reduction the ranks compare how many steps
+    they have taken, which batch they are at and their learning rates; over `compare_steps` steps also parameters,
+    persistent buffers and optimizer state. So a rank that goes another way than the others is an error on all of them.
+
     An exception out of `backward()` may be caught, and training go on, only if all ranks met it in the same step.
+
+    A copy (`copy.deepcopy`, `AveragedModel`, `torch.save`) is a copy of the plain module and reduces nothing.
 
     Args:
         module: the model, on `world.device`.
@@ -58,7 +64,8 @@ class DataParallel(nn.Module):
         overlap: reduce while backward still runs; None leaves it to the facts.
         check_finite: raise FloatingPointError, on all ranks, naming parameter and rank, when a gradient is infinite or
             NaN before it is summed. Not for use with GradScaler, which expects such gradients and skips the step.
-        quiet: do not print what "auto" chose; whoever asks for this shows `choice` in its own way.
+        compare_steps: in how many steps all that must be equal on all ranks is compared once; 0 for never.
+        quiet: do not log what "auto" chose; whoever asks for this shows `choice` in its own way.
 
     Raises:
         MpidpError: no trainable parameter; sparse gradients; parameters off `world.device`.
@@ -78,18 +85,18 @@ class DataParallel(nn.Module):
         piece_bytes: int = 0,
         overlap: bool | None = None,
         check_finite: bool = False,
+        compare_steps: int = EVERY_STEPS,
         quiet: bool = False,
     ):
         super().__init__()
         self.module = module
         self.world = world
-        self._bucket_bytes = bucket_bytes
-        self._check_finite = check_finite
         with world.together("wrapping the model"):
             check_supported(module, world)
         options = ReducerOptions(piece_bytes, wire, error_feedback, share_memory=not tolerance.is_on())
         told = (
-            f"reducer={reducer}, bucket_bytes={bucket_bytes}, overlap={overlap}, check_finite={check_finite}, {options}"
+            f"reducer={reducer}, bucket_bytes={bucket_bytes}, overlap={overlap}, check_finite={check_finite}, "
+            f"compare_steps={compare_steps}, {options}"
         )
         check_same(world, [told, *module_signature(module)], "the models")
         check_same(world, [f"mpidp {mpidp.__version__}, torch {torch.__version__}"], "the versions")
@@ -99,29 +106,37 @@ class DataParallel(nn.Module):
         self.overlap = wants_overlap(world, self.choice) if overlap is None else overlap
         if reducer == "auto" and not quiet:
             world.say(f"reducer {self.choice}")
-        # A helper thread needs communicators that nobody else calls, the thread of another wrapper included.
-        self._own_topology = self._make_own_topology() if self.overlap else None
-        self._reducing_world = replace(world, topology=self._own_topology) if self._own_topology else world
-        self._reduces: bool = True
-        self._former: Reduction | None = None
-        self._pending: bool = False  # gradients were accumulated that are not the mean yet
-        self._lockstep = Lockstep(module)
+        self._sync = GradientSync(
+            module,
+            world,
+            self.choice,
+            bucket_bytes=bucket_bytes,
+            overlap=self.overlap,
+            check_finite=check_finite,
+            compare_steps=compare_steps,
+        )
+        self._statistics = Statistics(module)
         self._buffers_before: dict[str, Tensor] | None = None  # a step that is not over, if any
-        self._start()
-        self._step_watch = StepWatch(self)
+        self._seen_steps = 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
         if torch.is_grad_enabled():
             status.enter("forward")
-        if self.training and torch.is_grad_enabled() and any(p.requires_grad for p in self._frozen):
-            self._restart()
-        self._lockstep.before_forward()
+            if any(parameter.requires_grad for parameter in self._sync.frozen):
+                self._sync.restart()
+        self._end_step()
+        self._sync.lockstep.before_forward()
         if tolerance.is_on() and self.training and self._buffers_before is None:
             self._buffers_before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-        output = self.module(*args, **kwargs)
+        try:
+            output = self.module(*args, **kwargs)
+        except Exception as error:
+            self._sync.trouble = f"{type(error).__name__} in forward ({str(error).partition(chr(10))[0]})"
+            raise
+        self._statistics.count(self.training, args, kwargs)
         if torch.is_grad_enabled():
-            self._watch.watch_output(output)
+            self._sync.watch_output(output)
         return output
 
     @contextmanager
@@ -132,19 +147,21 @@ class DataParallel(nn.Module):
         accumulated but not reduced reduces them first, so an accumulation cut short by the end of an epoch is right.
         (Whoever clips in between calls `synchronize()` before.)
         """
-        before = self._reduces
-        self._reduces = False
+        before = self._sync.reduces
+        self._sync.reduces = False
         try:
             yield
         finally:
-            self._reduces = before
+            self._sync.reduces = before
 
     def synchronize(self) -> None:
-        """Makes accumulated gradients the mean over ranks now. Collective. Does nothing when they already are."""
-        if self._pending:
-            self._pending = False
-            self._lockstep.before_reduction()
-            self._reduction.finish()
+        """Makes gradients the mean over ranks now. Collective. Does nothing when they already are.
+
+        Gradients that were put into `p.grad` as other tensors, such as those of `torch.autograd.grad`, are reduced,
+        too.
+        """
+        if not self._sync.is_complete:
+            self._sync.reduce()
 
     def fail(self, error: Exception) -> NoReturn:
         """Takes part in this step without gradients, so that nobody waits, and raises the error. Collective.
@@ -155,9 +172,8 @@ class DataParallel(nn.Module):
         With layers of `SyncBatchNorm` they raise it when they call the model. Once this rank has called it itself, they
         may be in any of its layers: then the error is raised here alone, which ends the job unless it is caught.
         """
-        self._pending = False
-        self._lockstep.fail(error)
-        self._reduction.finish(error)
+        self._sync.lockstep.fail(error)
+        self._sync.reduce(error)
         raise AssertionError("an error was shared and not raised") from error
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
@@ -184,11 +200,12 @@ class DataParallel(nn.Module):
             yield batch
 
     def unwrap(self) -> nn.Module:
-        """Takes hooks and buffers away and returns the module, clean, with its gradients its own. Collective."""
-        self._step_watch.remove()
-        self._stop()
-        if self._own_topology and not tolerance.is_on():  # it may have ranks that died
-            self._own_topology.free()
+        """Takes hooks and buffers away and returns the module, clean, with its gradients its own. Collective.
+
+        Raises:
+            MismatchError: on all ranks; in the last steps they have come to hold different values.
+        """
+        self._sync.close()
         return self.module
 
     def rebuild(self) -> None:
@@ -198,34 +215,50 @@ class DataParallel(nn.Module):
         rounding errors of a 16-bit wire: they belong to another number of ranks. Buffers, such as running statistics,
         are again what they were at the end of the last step that was taken.
         """
-        self._watch.remove()
-        self._reduction.abandon()
-        # Until the next loss, as a message to these buffers may still be on its way.
-        self._former = self._reduction
-        for parameter in self.module.parameters():
-            parameter.grad = None
-        self._pending, self._reduces = False, True
-        self._lockstep.rebuild()
+        self._end_step()
+        self._statistics.go_back()
         # Some ranks have learnt of the step that was broken off, and all will once more.
         for name, buffer in self.module.named_buffers():
             if self._buffers_before is not None and name in self._buffers_before:
                 buffer.copy_(self._buffers_before[name])
         self._buffers_before = None
-        self._own_topology = self._make_own_topology() if self.overlap else None
-        self._reducing_world = replace(self.world, topology=self._own_topology) if self._own_topology else self.world
-        self._start()
+        self._sync.rebuild()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own state, without a prefix: it loads in plain torch."""
+        """The module's own state, without a prefix: it loads in plain torch. Not collective.
+
+        Running statistics of batch norm are those of this rank's samples until `combine_statistics()` is called.
+        """
+        self._statistics.warn_if_apart("state_dict()", self.world)
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        """Loads a state of the plain module."""
+        """Loads a state of the plain module: the same on every rank.
+
+        Raises:
+            MpidpError: `assign=True`, which would put other parameters in the place of those that are reduced.
+        """
+        if kwargs.get("assign", args[1] if len(args) > 1 else False):
+            raise MpidpError(f"load_state_dict(assign=True) replaces the parameters that are reduced. {WRAP_ANEW}")
+        self._sync.replicas.restart()
         return self.module.load_state_dict(state_dict, *args, **kwargs)
+
+    def combine_statistics(self) -> None:
+        """Gives all ranks the running statistics of batch norm over the samples of all ranks. Collective.
+
+        To be called before a model that was trained is evaluated or saved. The mean of the means and the variance
+        about it are weighted by the numbers of samples that each rank has trained on since the last call. Without
+        such layers, or with `SyncBatchNorm` only, nothing happens.
+        """
+        self._statistics.combine(self.world)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Callable[[nn.Module], nn.Module], tuple[nn.Module]]:
+        """A copy, or what is read from a file, is the plain module."""
+        return _plain, (self.module,)
 
     def rank_state_dict(self) -> dict[str, Any]:
         """What only this rank has: the rounding errors of a 16-bit wire, and the layout that they belong to."""
-        return {"layout": self._layout(), "residuals": self._residuals.tensors()}
+        return {"layout": self._layout(), "residuals": self._sync.residuals.tensors()}
 
     def load_rank_state_dict(self, state: dict[str, Any]) -> bool:
         """Goes on with another run's rounding errors; False if its layout differs, so that they mean nothing here.
@@ -234,7 +267,7 @@ class DataParallel(nn.Module):
         """
         if state["layout"] != self._layout():
             return False
-        self._residuals.load(state["residuals"])
+        self._sync.residuals.load(state["residuals"])
         return True
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -248,71 +281,24 @@ class DataParallel(nn.Module):
     @property
     def buckets(self) -> Buckets:
         """The flat gradient buffers."""
-        return self._reduction.buckets
+        return self._sync.reduction.buckets
 
     @property
     def reducer(self) -> Reducer:
         """The strategy that sums the buckets."""
-        return self._reduction.reducer
+        return self._sync.reduction.reducer
 
     @property
     def reduce_s(self) -> float:
         """Seconds that the training thread has spent so far in reducing, or in waiting for it."""
-        return self._reduction.seconds
+        return self._sync.reduction.seconds
 
-    def on_gradient(self, index: int) -> None:
-        """Called by autograd's hooks: a gradient is about to be accumulated."""
-        self._reduction.expect(index)
-
-    def on_ready(self, index: int) -> None:
-        """Called by autograd's hooks: a gradient is complete."""
-        if self._reduces:
-            self._reduction.ready(index)
-
-    def on_end(self) -> None:
-        """Called by autograd's hooks: a backward pass is over."""
-        self._pending = True
-        self._lockstep.after_backward()
-        if self._reduces:
-            self.synchronize()
-
-    def on_failure(self) -> None:
-        """Called when a backward pass raised: whoever catches that must find a wrapper at rest."""
-        self._lockstep.after_backward()
-        self._reduction.give_up()
-
-    def on_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called before an optimizer steps: reduces what was accumulated but not reduced, if it holds any of it."""
-        if not self._pending:
-            return
-        ours = {id(parameter) for parameter in self.buckets.parameters}
-        if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
-            self.synchronize()
-
-    def on_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called after an optimizer stepped: a step is over when the one that holds the first parameter did so."""
-        first = next((parameter for parameter in self.module.parameters() if parameter.requires_grad), None)
-        if any(parameter is first for group in optimizer.param_groups for parameter in group["params"]):
-            status.step += 1
-            status.enter(BETWEEN)
+    def _end_step(self) -> None:
+        """Notes that an optimizer has stepped, if one has: what came before it stays, whatever happens."""
+        if self._seen_steps != self._sync.steps_taken:
+            self._seen_steps = self._sync.steps_taken
             self._buffers_before = None
-
-    def _start(self) -> None:
-        """Makes buckets of the trainable parameters and watches them. Collective."""
-        trainable = [(name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad]
-        self._frozen = [parameter for parameter in self.module.parameters() if not parameter.requires_grad]
-        trainable.reverse()  # backward finishes the last layers first
-        if self.world.size == 1 and self.choice.name == "null" and not self._check_finite:
-            trainable = []  # one rank is plain torch: no hook, no buffer
-        # A helper thread that waits for the network must leave the core to backward.
-        pause_s = PAUSE_S if self.overlap and self.world.device.type == "cpu" else 0.0
-        self._residuals = Residuals()
-        options = replace(self.choice.options, pause_s=pause_s, residuals=self._residuals)
-        reducer = make_reducer(self._reducing_world, replace(self.choice, options=options))
-        self._reduction = Reduction(
-            self._reducing_world, trainable, reducer, self._bucket_bytes, self.overlap, self._check_finite
-        )
-        self._watch = BackwardWatch(self._reduction.buckets.parameters, self, tell_ready=self.overlap)
+            self._statistics.keep()
 
     def _layout(self) -> str:
         """All that decides how many elements each rank rounds for the wire, in words."""
@@ -322,20 +308,6 @@ class DataParallel(nn.Module):
             f"buckets of {[bucket.layout.numel for bucket in buckets]}"
         )
 
-    def _make_own_topology(self) -> Topology:
-        if not self.world.all(self.world.threads_may_call):
-            raise LaunchError(
-                "overlap=True needs MPI_THREAD_MULTIPLE, which this MPI was not started with: call mpidp.init() before "
-                "anything else starts MPI, or use overlap=False"
-            )
-        return make_topology(self.world.comm)
 
-    def _stop(self) -> None:
-        self._watch.remove()
-        self._reduction.close()
-
-    def _restart(self) -> None:
-        """Takes in parameters that were frozen at the start and are trained from now on. Collective."""
-        check_same(self.world, module_signature(self.module), "the models (after a change of requires_grad)")
-        self._stop()
-        self._start()
+def _plain(module: nn.Module) -> nn.Module:
+    return module

@@ -18,7 +18,9 @@ FILE = "reducer.json"
 _OVERLAP = {"auto": None, "on": True, "off": False}
 
 
-def wrap(module: nn.Module, world: World, section: ReduceSection, resume: Path | None) -> DataParallel:
+def wrap(
+    module: nn.Module, world: World, section: ReduceSection, compare_steps: int, resume: Path | None
+) -> DataParallel:
     """The model as the run file wants it reduced, or as before if this is a resume on as many ranks. Collective."""
     name, piece_bytes, overlap = section.reducer, section.piece_bytes, _OVERLAP[section.overlap]
     if resume is not None and section.reducer == "auto":
@@ -36,6 +38,7 @@ def wrap(module: nn.Module, world: World, section: ReduceSection, resume: Path |
         piece_bytes=piece_bytes,
         overlap=overlap,
         check_finite=section.check_finite,
+        compare_steps=compare_steps,
         quiet=True,
     )
 

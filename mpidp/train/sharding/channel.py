@@ -10,7 +10,7 @@ from torch import Tensor
 from mpidp.reduce.pieces import MAX_PIECE_BYTES
 from mpidp.world import tolerance
 from mpidp.world.mpi import MPI
-from mpidp.world.window import SharedWindow, free_shared_memory
+from mpidp.world.window import SharedWindow
 from mpidp.world.world import World
 
 # All ranks' pieces together: large enough for the full bandwidth, small enough to stay in the caches of a CPU.
@@ -37,14 +37,10 @@ def make_channel(world: World) -> Channel:
     """What is fastest here: memory of the node where all ranks are on one and compute in it. Collective."""
     piece_bytes = max(LEAST_PIECE_BYTES, TOTAL_BYTES // world.size)
     if world.num_nodes == 1 and world.size > 1 and world.device.type == "cpu" and not tolerance.is_on():
-        free = free_shared_memory()
-        if world.all(free is None or free >= Window.needs(piece_bytes) * world.size):
-            try:
-                return Window(world, piece_bytes)
-            except MPI.Exception as error:  # on all ranks of the node, which are all there are
-                world.say(f"MPI cannot share memory ({error}): parameters go by messages, which is slower")
-        else:
-            world.say(f"{world.host} has too little shared memory left: parameters go by messages, which is slower")
+        try:
+            return Window(world, piece_bytes)
+        except OSError as error:  # on all ranks of the node, which are all there are
+            world.say(f"the ranks cannot share memory ({error}): parameters go by messages, which is slower")
     return Messages(world, min(piece_bytes, MAX_PIECE_BYTES // world.size))
 
 
@@ -95,18 +91,13 @@ class Window:
         piece_bytes: most bytes of one rank in one piece.
 
     Raises:
-        mpi4py.MPI.Exception: on all ranks; MPI cannot share memory here.
+        OSError: on all ranks; they cannot share memory here.
     """
 
     def __init__(self, world: World, piece_bytes: int):
         self.piece_bytes = piece_bytes
-        self._window = SharedWindow(world.topology.node_comm, self.needs(piece_bytes))
+        self._window = SharedWindow(world.topology.node_comm, 2 * piece_bytes)
         self._half = 0
-
-    @staticmethod
-    def needs(piece_bytes: int) -> int:
-        """Bytes of shared memory for each rank."""
-        return 2 * piece_bytes
 
     def segments(self, counts: Sequence[int]) -> Sequence[Tensor]:
         """The half whose turn it is."""

@@ -1,0 +1,130 @@
+"""What model or loss raised in a pass of the trainer in; one line that names the fields and what to write out.
+
+Where code of the user's own is on the way, its traceback is wanted: the error goes its way, with that line as a note.
+"""
+
+import json
+import re
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpidp.config import RunConfig
+from mpidp.errors import DataError, MpidpError
+from mpidp.train.batch_norm.too_few import explain_batch_norm
+from mpidp.train.parallel.parallel import DataParallel
+from mpidp.world import tolerance
+from mpidp.world.abort import MEMORY_ADVICE, SHARED_MARK, is_out_of_memory
+from mpidp.world.status import status
+
+# Whose code refuses what it is given, of all that lies below the trainer. The rest of this package raises its own.
+_REFUSES = ("torch", "mpidp.models", "mpidp.train.components")
+_OF_TORCH = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
+
+
+def explain(
+    error: Exception, config: RunConfig, model: DataParallel, fields: dict[str, Tensor], output: Any
+) -> MpidpError | None:
+    """The error to raise instead of `error`. Not collective.
+
+    Args:
+        error: what the model raised, or the loss.
+        config: the run.
+        model: the wrapped model.
+        fields: what they were given, by name: the model the first, the loss the second.
+        output: what the model returned; None if it raised.
+
+    Returns:
+        None where `error` should go its own way, which may have a note by now.
+    """
+    if getattr(error, SHARED_MARK, False) or tolerance.is_survived(error):
+        return None
+    if is_out_of_memory(error):
+        return _out_of_memory(error, model, fields)
+    if (too_few := explain_batch_norm(error, model.module, model.world)) is not None:
+        return too_few
+    if isinstance(error, MpidpError) and not isinstance(error, DataError):
+        return error
+    if not isinstance(error, (DataError, *_OF_TORCH)):
+        return None
+    field = list(fields)[0 if output is None else 1]
+    given = f"Given {_when(model)}: {_given(config, fields, output)}."
+    if isinstance(error, DataError):
+        origin = "" if field in config.data.fields else f' The transform {config.data.transform} makes "{field}".'
+        return DataError(f"{str(error).replace('[data.field.NAME]', _table(field))} {given}{origin}")
+    places = _places(error)
+    if not all(_is_in(place, ("torch", "mpidp")) for place in places):
+        error.add_note(f"{given} {_advice(error, config, fields, field)}")
+        return None
+    if not _is_in(places[-1], _REFUSES):
+        return None
+    who = f"model {config.model.name}" if output is None else f"loss {config.loss.name}"
+    return DataError(f"{who}: {_reason(error)}. {given} {_advice(error, config, fields, field)}")
+
+
+def _out_of_memory(error: Exception, model: DataParallel, fields: dict[str, Tensor]) -> MpidpError:
+    world = model.world
+    num_samples = len(next(iter(fields.values())))
+    return MpidpError(
+        f"rank {world.rank} of {world.size} ({world.host}) ran out of memory {_when(model)}, phase {status.phase}, "
+        f"with {num_samples} samples at once: {_reason(error)}. {MEMORY_ADVICE}"
+    )
+
+
+def _when(model: DataParallel) -> str:
+    return f"in step {status.step + 1:,}" if model.training else f"in the evaluation after step {status.step:,}"
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+def _places(error: Exception) -> list[str]:
+    """The modules whose code the error passed, from the trainer to where it was raised."""
+    return [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+
+
+def _is_in(place: str, packages: Sequence[str]) -> bool:
+    return any(place == package or place.startswith(f"{package}.") for package in packages)
+
+
+def _given(config: RunConfig, fields: dict[str, Tensor], output: Any) -> str:
+    first, second = (f'field "{name}" {_described(value)}' for name, value in fields.items())
+    to_model = f"{first} to model {config.model.name}"
+    if output is None:
+        return to_model
+    return f"{to_model}, output {_described(output)} and {second} to loss {config.loss.name}"
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"of type {type(value).__name__}"
+    text = f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    whole = not (value.is_floating_point() or value.is_complex())
+    # A failed kernel of a GPU leaves nothing that could be asked for its values.
+    if whole and value.numel() and value.device.type == "cpu":
+        text += f" from {int(value.min())} to {int(value.max())}"
+    return text
+
+
+def _advice(error: Exception, config: RunConfig, fields: dict[str, Tensor], field: str) -> str:
+    """What to write in the run file; every message of torch that is about a dtype speaks of a type."""
+    if field not in config.data.fields:
+        return f'The transform {config.data.transform} makes "{field}": change it there.'
+    if "type" not in str(error):
+        return f'Change the model (model.arguments), or "{field}" in a data.transform.'
+    table, dtype = _table(field), config.train.dtype
+    if field != next(iter(fields)):
+        return f'Write {table} dtype = "int64" for classes, "{dtype}" for other numbers.'
+    if fields[field].is_floating_point():
+        return f'For integers write {table} decode = "numpy:int64".'
+    scale = f", for pixels from 0 to 1 also scale = {1 / 255:.6g}" if fields[field].dtype == torch.uint8 else ""
+    return f'Write {table} dtype = "{dtype}"{scale}.'
+
+
+def _table(field: str) -> str:
+    """The field's table in a run file; a name with slashes needs quotes there."""
+    return f"[data.field.{field if re.fullmatch(r'[A-Za-z0-9_-]+', field) else json.dumps(field)}]"

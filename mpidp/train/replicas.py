@@ -1,0 +1,231 @@
+"""Comparison of what must be equal on all ranks: parameters, buffers and optimizer state, a part of it at each step.
+
+Habits of a script make copies of a model differ, and so do faults of memory; a copy that differs spoils the gradients
+of all from then on, and no loss curve tells. So at each step a part of everything is summed up, bit by bit, and the
+sums are compared, in messages that travel during the next step.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpidp.errors import MismatchError
+from mpidp.train.bits import Piece, cut, flat, sum_of_bits
+from mpidp.train.broadcast import broadcast_tensor
+from mpidp.train.signature import check_same
+from mpidp.world.abort import SHARED_MARK
+from mpidp.world.equality import DelayedEquality
+from mpidp.world.world import World
+
+EVERY_STEPS = 100
+# Of less, all is compared more often than asked: calls cost more than bytes there.
+LEAST_PART_BYTES = 1 << 20
+SMALL_EVERY_STEPS = 10
+MOST_NAMED = 8
+CAUSES = (
+    "Usual causes: a state that was loaded, or values that were set, on some ranks only; layers made after wrapping "
+    "from another random seed on each rank; gradients or parameters that were changed by something that one rank "
+    "computed alone; a buffer that is filled from each rank's own samples (register it with persistent=False if it "
+    "may differ). If it is none of these, look for faulty memory there. Continue from a checkpoint made before."
+)
+
+
+class ReplicaCheck:
+    """Compares tensors over ranks. Construction is collective.
+
+    Args:
+        world: the ranks.
+        tensors: gives what must be equal, by name; called now and then, as optimizers make their state when they
+            need it.
+        every_steps: in how many steps everything is compared once; 0 for never.
+    """
+
+    def __init__(self, world: World, tensors: Callable[[], dict[str, Tensor]], every_steps: int):
+        self.world, self.every_steps = world, every_steps
+        self._tensors = tensors
+        self._equality = DelayedEquality(world.comm) if world.size > 1 and every_steps > 0 else None
+        self._step = 0
+        self._interval = every_steps
+        self._parts: list[list[Piece]] = []
+        self._sum: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._summed: list[Piece] = []
+        self._given: tuple[int, list[Piece]] = 0, []
+
+    def check(self) -> None:
+        """Compares what was summed up at the steps before, and sums up the next part. Collective; seldom waits.
+
+        Raises:
+            MismatchError: on all ranks; names the ranks that differ from the others and the first tensor that does.
+        """
+        if self._equality is None:
+            return
+        self._compare(self._equality)
+        place = self._step % self._interval
+        if place == 0 or self._step == 1:  # the first step makes the optimizer's state
+            self._cut()
+        # The first part at the first step: what is wrong from the start is said at once.
+        first, last = (-(-len(self._parts) * (place + shift) // self._interval) - 1 for shift in (0, 1))
+        if last > first and self._parts[last]:
+            self._summed = self._parts[last]
+            with torch.no_grad():
+                self._sum = _read_later(sum_of_bits(self._summed))
+        self._step += 1
+
+    def restart(self) -> None:
+        """Begins with the first part at the next step: something may have changed all of it. Not collective."""
+        self._step = 0
+
+    def close(self) -> None:
+        """Compares what is left and gives the communicator back. Collective.
+
+        Raises:
+            MismatchError: as `check` does.
+        """
+        if self._equality is None:
+            return
+        for _ in range(2):
+            self._compare(self._equality)
+        self._equality.close()
+        self._equality = None
+
+    def rebuild(self) -> None:
+        """Goes on after the world lost ranks. Collective."""
+        if self._equality is not None:
+            self._equality.abandon()
+            self._equality = DelayedEquality(self.world.comm) if self.world.size > 1 else None
+        self._step, self._sum = 0, None
+
+    def _compare(self, equality: DelayedEquality) -> None:
+        """Looks at what was sent before, and sends what was summed up since on its way. Collective."""
+        if equality.differ():
+            self._look_closely()
+        elif self._sum is not None:
+            self._given = _read(*self._sum), self._summed
+            equality.give(self._given[0])
+        self._sum = None
+
+    def _cut(self) -> None:
+        tensors = list(self._tensors().values())
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        is_small = num_bytes < LEAST_PART_BYTES
+        self._interval = min(self.every_steps, SMALL_EVERY_STEPS) if is_small else self.every_steps
+        self._parts = cut(tensors, max(1, min(self._interval, num_bytes // LEAST_PART_BYTES)))
+
+    def _look_closely(self) -> None:
+        """Finds out what differs where, and raises. Collective."""
+        tensors = self._tensors()
+        lines = [f"{name}: {tuple(tensor.shape)}, {tensor.dtype}" for name, tensor in tensors.items()]
+        check_same(self.world, lines, "parameters, buffers and optimizer state")
+        sums = [int(sum_of_bits([Piece(tensor, 0, tensor.numel())])) for tensor in tensors.values()]
+        found = find_diverged(list(tensors), self.world.comm.allgather(sums))
+        if found:
+            text = describe(found[0], tensors[found[0].name], self.world)
+            text += f" ({len(found)} of {len(tensors)} tensors differ)"
+        else:  # all is equal again: an optimizer in shards, or the script, gave all ranks what one had
+            value, pieces = self._given
+            gathered = [[of_rank] for of_rank in self.world.comm.allgather(value)]
+            found = find_diverged([_names(pieces, tensors)], gathered)
+            text = f"{describe_past(found[0], self.world)}, before all ranks were given what one had"
+        error = MismatchError(f"{text}. {CAUSES}")
+        error.add_note("found by comparing parameters, buffers and optimizer state over ranks")
+        setattr(error, SHARED_MARK, True)
+        raise error
+
+
+@dataclass(frozen=True)
+class Diverged:
+    """A tensor that is not the same on all ranks.
+
+    Attributes:
+        name: which.
+        root: the lowest rank that holds what most ranks do; None if no majority holds the same.
+        ranks: those that hold something else than the majority, or all.
+    """
+
+    name: str
+    root: int | None
+    ranks: tuple[int, ...]
+
+
+def find_diverged(names: Sequence[str], sums: Sequence[Sequence[int]]) -> list[Diverged]:
+    """The tensors whose sums are not equal, in order; `sums` has a list for each rank, with a number for each name."""
+    found: list[Diverged] = []
+    ranks = range(len(sums))
+    for index, name in enumerate(names):
+        column = [of_rank[index] for of_rank in sums]
+        value, count = Counter(column).most_common(1)[0]
+        if 2 * count <= len(column):
+            found.append(Diverged(name, None, tuple(ranks)))
+        elif count < len(column):
+            found.append(Diverged(name, column.index(value), tuple(rank for rank in ranks if column[rank] != value)))
+    return found
+
+
+def describe(diverged: Diverged, tensor: Tensor, world: World) -> str:
+    """Who differs, and in what. Collective."""
+    who = _who(diverged, world)
+    if diverged.root is None:
+        return f"ranks {who} hold different values, and none of them a majority, first in {diverged.name}"
+    theirs = flat(tensor).clone()
+    broadcast_tensor(theirs, world, diverged.root)
+    own = _first_difference(flat(tensor).cpu(), theirs.cpu()) if world.rank in diverged.ranks else ""
+    first = world.comm.allgather(own)[diverged.ranks[0]]
+    verb = "ranks {} hold" if len(diverged.ranks) > 1 else "rank {} holds"
+    return f"{verb.format(who)} other values than most ranks, first in {diverged.name}: {first}"
+
+
+def describe_past(diverged: Diverged, world: World) -> str:
+    """Who differed, where that can be looked at no more. Collective."""
+    who = _who(diverged, world)
+    if diverged.root is None:
+        return f"ranks {who} held different values, and none of them a majority, in {diverged.name}"
+    return f"rank{'s' * (len(diverged.ranks) > 1)} {who} held other values than most ranks, in {diverged.name}"
+
+
+def _who(diverged: Diverged, world: World) -> str:
+    hosts = world.comm.allgather(world.host)
+    return _some_of([f"{rank} ({hosts[rank]})" for rank in diverged.ranks])
+
+
+def _some_of(words: Sequence[str]) -> str:
+    more = f" and {len(words) - MOST_NAMED} more" if len(words) > MOST_NAMED else ""
+    return ", ".join(words[:MOST_NAMED]) + more
+
+
+def _names(pieces: list[Piece], tensors: dict[str, Tensor]) -> str:
+    """What pieces are of, in words."""
+    pointers = {piece.tensor.data_ptr() for piece in pieces}
+    names = [name for name, tensor in tensors.items() if tensor.data_ptr() in pointers]
+    return f"one of {_some_of(names)}" if len(names) > 1 else _some_of(names)
+
+
+def _first_difference(own: Tensor, theirs: Tensor) -> str:
+    """How many elements differ in their bits, and the first of them."""
+    size = own.element_size()
+    differs = (own.view(torch.uint8) != theirs.view(torch.uint8)).view(-1, size).any(1).numpy()
+    first = int(np.flatnonzero(differs)[0])
+    return (
+        f"{int(differs.sum()):,} of {own.numel():,} elements, the first {own[first].item():g} instead of "
+        f"{theirs[first].item():g}"
+    )
+
+
+def _read_later(value: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """A number on its way from a GPU, and when it is here; nobody waits for it."""
+    if value.device.type != "cuda":
+        return value, None
+    host = torch.empty((), dtype=value.dtype, pin_memory=True)
+    host.copy_(value, non_blocking=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(value.device))
+    return host, event
+
+
+def _read(value: Tensor, is_here: torch.cuda.Event | None) -> int:
+    if is_here is not None:
+        is_here.synchronize()
+    return int(value)

@@ -1,1 +1,0 @@
-"""The copies of a model on all ranks in; which of them has gone astray out."""
