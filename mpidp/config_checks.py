@@ -3,12 +3,12 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mpidp.config import RunConfig
 from mpidp.errors import ConfigError
+from mpidp.printable import has_control, listed, shown
 
 Check = tuple[Callable[[Any], bool], str]
 
@@ -21,7 +21,8 @@ def validate(config: RunConfig) -> None:
         section, name = key.split(".")
         value = table[section][name]
         if not is_allowed(value):
-            faults.append(f"{key} = {value!r}; expected {allowed}.")
+            faults.append(f"{key} = {shown(value)}; expected {allowed}.")
+    faults += [f"{key} = {shown(text)}; expected text without control characters." for key, text in _odd_texts(table)]
     for section, values in table.items():
         odd = [name for name in values.get("arguments", {}) if not name.isidentifier()]
         faults += [f"{section}.arguments has {name!r}; expected a keyword argument's name." for name in odd]
@@ -29,7 +30,8 @@ def validate(config: RunConfig) -> None:
         faults.append("optimizer.arguments.lr is set; the learning rate belongs in optimizer.lr.")
     strangers = [name for name in config.data.field if name not in config.data.fields]
     faults += [
-        f"data.field.{name}: there is no such field in data.fields = {list(config.data.fields)}." for name in strangers
+        f"data.field.{name}: there is no such field in data.fields, which has {listed(config.data.fields)}."
+        for name in strangers
     ]
     if config.data.validation and config.data.validation_fraction:
         faults.append("data.validation and data.validation_fraction are both set; set one of them.")
@@ -43,7 +45,15 @@ def validate(config: RunConfig) -> None:
             "which ranks may have different numbers; set one of them."
         )
     if faults:
-        raise ConfigError("\n  ".join(faults))
+        raise ConfigError(listed(faults, "\n  "))
+
+
+def _odd_texts(table: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yield key and text of settings with a line break or the like; keyword arguments may hold any text."""
+    for section, values in table.items():
+        for name, value in values.items():
+            texts = [value] if isinstance(value, str) else value if isinstance(value, tuple) else ()
+            yield from ((f"{section}.{name}", text) for text in texts if has_control(text))
 
 
 def _at_least(least: int) -> Check:
@@ -54,6 +64,9 @@ def _names_are_distinct(names: tuple[str, ...]) -> bool:
     return 0 < len(names) == len(set(names)) and "" not in names
 
 
+# A run's name becomes a folder, a log file, a line of a batch script and a word of commands that people copy.
+_RUN_NAME = re.compile(r"\w([\w .,+=@-]*[\w.,+=@-])?")
+_MOST_NAME_BYTES = 200  # file names may have 255, and numbers are put behind it
 _NAME = re.compile(r"[^\W\d]\w*(\.\w+)*(:[^\W\d]\w*(\.\w+)*)?")
 _POSITIVE: Check = (lambda value: value > 0 and math.isfinite(value)), "a positive number"
 _NOT_NEGATIVE: Check = (lambda value: value >= 0 and math.isfinite(value)), "a number of at least 0"
@@ -61,7 +74,11 @@ _REQUIRED: Check = (lambda name: bool(_NAME.fullmatch(name))), "a built-in name 
 _OPTIONAL: Check = (lambda name: not name or bool(_NAME.fullmatch(name))), f"{_REQUIRED[1]}, or empty"
 
 _CHECKS: dict[str, Check] = {
-    "run.name": ((lambda name: name == Path(name).name not in ("", "..")), "a folder name without slashes"),
+    "run.name": (
+        (lambda name: bool(_RUN_NAME.fullmatch(name)) and len(name.encode()) <= _MOST_NAME_BYTES),
+        "letters, digits, inner spaces and any of _ . , + = @ -, beginning with a letter, a digit or _, "
+        f"of at most {_MOST_NAME_BYTES} bytes",
+    ),
     "run.folder": (bool, "a folder"),
     "run.seed": _at_least(0),
     "data.train": ((lambda files: bool(files) and "" not in files), "at least one HDF5 file"),

@@ -19,7 +19,10 @@ from mpidp.errors import ConfigError
 DESCRIPTION = """Train a model on HDF5 files: mpidp train RUN.toml [--SECTION.KEY=VALUE ...]
 
 The run file comes first; options given here win over it. Under mpiexec or srun every process is one rank.
-Keyword arguments are options too: --model.arguments.width=64, --optimizer.arguments.weight_decay=0.1."""
+Keyword arguments are options too: --model.arguments.width=64, --optimizer.arguments.weight_decay=0.1.
+
+A run file is a program: the modules that its module:function names stand for are imported and called, by --dry-run
+too. Run only files that you would run as a script; --print-config imports nothing of theirs."""
 
 # As a run file spells them, and as tyro does.
 _BOOLEANS = {"true": "True", "false": "False"}
@@ -40,7 +43,7 @@ class TrainOptions:
     resume: Annotated[Path | None, tyro.conf.arg(metavar="RUN_FOLDER")] = None
     """Run folder to continue from its newest complete checkpoint; auto for this run's newest, or a new run."""
     dry_run: Annotated[bool, tyro.conf.arg(aliases=["--dry-run"])] = False
-    """Print shards, buckets and memory for --ranks ranks, then exit; starts no MPI."""
+    """Print shards, buckets and memory for --ranks ranks, then exit; builds the run file's model, starts no MPI."""
     ranks: int = 0
     """Number of ranks that --dry-run plans for; 0 for as many as the launcher started."""
     print_config: Annotated[bool, tyro.conf.arg(aliases=["--print-config"])] = False

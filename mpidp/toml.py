@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from mpidp.errors import ConfigError
+from mpidp.printable import listed, shown
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -40,7 +41,7 @@ def read(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         folder = path.parent
         others = sorted(other.name for other in folder.glob("*.toml"))
-        listing = f" {folder}/ holds: {', '.join(others)}." if others else f" {folder}/ holds no TOML file."
+        listing = f" {folder}/ holds: {listed(others)}." if others else f" {folder}/ holds no TOML file."
         raise ConfigError(f"run file {path}: no such file.{nearest(path.name, others)}{listing}") from error
     except OSError as error:
         raise ConfigError(f"run file {path}: cannot be read: {error.strerror}.") from error
@@ -126,7 +127,7 @@ def _unknown_key(key: str, section: str, kinds: Mapping[str, Any]) -> str:
     where = f"in [{section}]" if section else "at the top level"
     owners = [name for name, kind in kinds.items() if is_dataclass(kind) and key in get_type_hints(kind)]
     hint = nearest(key, kinds) or (f" It belongs in [{owners[0]}]." if owners else "")
-    return f"unknown key {key!r} {where}.{hint} Allowed here: {', '.join(kinds)}."
+    return f"unknown key {key!r} {where}.{hint} Allowed here: {listed(kinds)}."
 
 
 def _convert(value: Any, kind: Any, source: str, key: str) -> Any:
@@ -186,4 +187,4 @@ def _is_plain(value: object) -> bool:
 
 
 def _wrong(value: object, expected: str, source: str, key: str) -> ConfigError:
-    return ConfigError(f"{source}: {key} = {value!r} ({type(value).__name__}); expected {expected}.")
+    return ConfigError(f"{source}: {key} = {shown(value)} ({type(value).__name__}); expected {expected}.")

@@ -49,5 +49,5 @@ def _loader(words: list[str]) -> int:
     options = parsed(lambda: parse(LoaderOptions, words))
     from mpidp.tools.bench.loader import bench_loader
 
-    print(bench_loader(options))
+    say(bench_loader(options))
     return DONE

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from mpidp.commands.words import DONE, FAILED, HELP, dispatch, parsed, say, speaks, started_world
 from mpidp.errors import ConfigError
+from mpidp.printable import listed
 from mpidp.world.launch import launch_facts
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def _inspect(words: list[str]) -> int:
         say(USAGE_TEXT)
         return DONE
     if len(words) != 1:
-        raise ConfigError(f"mpidp data inspect takes one FILE; found {len(words)} words: {' '.join(words)}")
+        raise ConfigError(f"mpidp data inspect takes one FILE; found {len(words)} words: {listed(words, ' ')}")
     from mpidp.tools.inspect.inspect import inspect
 
     say(inspect(words[0]))

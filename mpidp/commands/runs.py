@@ -4,6 +4,7 @@ from pathlib import Path
 
 from mpidp.commands.words import DONE, HELP, parsed, say, speaks
 from mpidp.errors import ConfigError
+from mpidp.printable import listed
 
 STATUS_USAGE_TEXT = """usage: mpidp status [RUN_FOLDER]
 
@@ -30,7 +31,7 @@ def status(words: list[str]) -> int:
         say(STATUS_USAGE_TEXT)
         return DONE
     if len(words) > 1:
-        raise ConfigError(f"mpidp status takes one RUN_FOLDER, or none; found {len(words)} words: {' '.join(words)}")
+        raise ConfigError(f"mpidp status takes one RUN_FOLDER, or none; found {len(words)} words: {listed(words, ' ')}")
     from mpidp.tools.status import status
 
     say(status(Path(words[0]) if words else None))

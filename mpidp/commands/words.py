@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 from mpidp.errors import ConfigError
+from mpidp.printable import visible
 from mpidp.world.current import current_world
 from mpidp.world.launch import launch_facts
 
@@ -67,10 +68,10 @@ def started_world() -> "World | None":
 def say(text: str) -> None:
     """Print on the standard output, once a job."""
     if speaks():
-        print(text)
+        print(visible(text))
 
 
 def complain(text: str) -> None:
     """Print on the standard error, once a job."""
     if speaks():
-        print(f"mpidp: error: {text}", file=sys.stderr)
+        print(f"mpidp: error: {visible(text)}", file=sys.stderr)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mpidp.errors import ConfigError
+from mpidp.tools.record_kinds import of_known_kinds
 from mpidp.train.checkpoints.checkpoint import newest_first
 
 # A run that has not written for so long is no longer taken for running, unless Slurm says so.
@@ -60,6 +61,8 @@ def read_run(path: Path) -> RunState:
     """
     starts = read_starts(path)
     last = starts[-1]
+    if not {"ranks", "nodes"} <= last.keys():
+        raise ConfigError(f"{path / 'env.json'} is damaged: its last start has no number of ranks and nodes")
     now = time.time()
     trained = _last_record(path / "metrics.jsonl", "train")
     step = trained["step"] if trained else last.get("first_step")
@@ -73,7 +76,7 @@ def read_run(path: Path) -> RunState:
         nodes=last["nodes"],
         step=step,
         last_step=total,
-        loss=trained["loss"] if trained else None,
+        loss=trained.get("loss") if trained else None,
         left_s=_left_s(path, last, step, total),
         checkpoint=checkpoint.name if checkpoint else "",
         checkpoint_age_s=now - checkpoint.stat().st_mtime if checkpoint else 0.0,
@@ -98,8 +101,9 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
         starts: list[dict[str, Any]] = json.loads((path / "env.json").read_text())
         if not (isinstance(starts, list) and starts and all(isinstance(start, dict) for start in starts)):
             raise ValueError("env.json is no list of starts")
+        starts = [of_known_kinds(start) for start in starts]
         tomllib.loads((path / "config.toml").read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not the folder of a run, or is just being made: {error}") from error
     return starts
 
@@ -113,11 +117,11 @@ def _last_record(path: Path, kind: str) -> dict[str, Any] | None:
         lines = file.read().decode(errors="replace").splitlines()
     for line in reversed(lines):
         try:
-            record: dict[str, Any] = json.loads(line)
-        except ValueError:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
             continue  # the first line may be cut, and the last one half written
-        if record.get("kind") == kind:
-            return record
+        if isinstance(record, dict) and record.get("kind") == kind and "step" in of_known_kinds(record):
+            return of_known_kinds(record)
     return None
 
 
@@ -125,6 +129,9 @@ def _left_s(path: Path, start: dict[str, Any], step: int | None, total: int | No
     """Seconds to the last step at the mean pace since this start, evaluations and checkpoints included."""
     if step is None or total is None or "first_step" not in start or step <= start["first_step"]:
         return None
-    begun = datetime.strptime(start["time"], "%Y-%m-%dT%H:%M:%S%z").timestamp()
+    try:
+        begun = datetime.strptime(start.get("time", ""), "%Y-%m-%dT%H:%M:%S%z").timestamp()
+    except ValueError:
+        return None
     passed_s = (path / "metrics.jsonl").stat().st_mtime - begun
     return passed_s / (step - int(start["first_step"])) * (total - step)

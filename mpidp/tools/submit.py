@@ -20,7 +20,7 @@ def submit(job: BatchJob) -> str:
         raise LaunchError(
             "there is no sbatch here: submit on a login node of the cluster, or look at the script with --dry-run."
         )
-    done = subprocess.run(["sbatch", "--parsable"], input=render(job), capture_output=True, text=True)
+    done = subprocess.run(["sbatch", "--parsable"], input=render(job), capture_output=True, encoding="utf-8")
     if done.returncode:
         raise LaunchError(f"sbatch refused the job (exit code {done.returncode}): {done.stderr.strip()}")
     return done.stdout.split(";")[0].strip()

@@ -10,9 +10,10 @@ import tyro
 from mpidp.config import RunConfig
 from mpidp.errors import ConfigError
 from mpidp.tools.batch_script import BatchJob
+from mpidp.tools.batch_script import faults as faults_of
 
 # Minutes, minutes:seconds, hours:minutes:seconds, days-hours and so on, as sbatch has them.
-_TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}")
+_TIME = re.compile(r"[0-9]+(:[0-9]{2}){0,2}|[0-9]+-[0-9]+(:[0-9]{2}){0,2}")
 _EARLY_S = 60  # so much earlier than asked for may Slurm send a signal
 
 DESCRIPTION = """Write a batch script for Slurm and submit it: mpidp submit RUN.toml [OPTIONS] [--SECTION.KEY=VALUE ...]
@@ -79,7 +80,6 @@ def parse(
     )
     train_words = (file, *settings)
     config = read_run(train_words)
-    _check(submit)
     job = BatchJob(
         name=config.run.name,
         words=train_words,
@@ -87,6 +87,7 @@ def parse(
         python=sys.executable,
         **{key: value for key, value in vars(submit).items() if key not in ("ranks_per_node", "dry_run")},
     )
+    _check(submit, job)
     return submit, job, config
 
 
@@ -100,7 +101,7 @@ def _seconds(time: str) -> int:
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def _check(submit: SubmitOptions) -> None:
+def _check(submit: SubmitOptions, job: BatchJob) -> None:
     """Raise one `ConfigError` that lists all faults."""
     faults = []
     for key, least in (
@@ -122,7 +123,6 @@ def _check(submit: SubmitOptions) -> None:
             f"--signal-s={submit.signal_s} with --time={submit.time}: ranks could be told to stop as soon as they "
             f"start, as Slurm tells them up to {_EARLY_S} s early. Give more time, or 0 for no warning."
         )
-    texts = (submit.partition, submit.account, submit.qos, submit.mpi, *submit.setup, *submit.sbatch)
-    faults += [f"{text!r} has a line break, which would end its line of the script." for text in texts if "\n" in text]
+    faults += faults_of(job)
     if faults:
         raise ConfigError("\n  ".join(faults))

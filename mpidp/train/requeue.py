@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from mpidp.config import RunConfig
+from mpidp.printable import listed
 
 AUTO = Path("auto")
 
@@ -18,7 +19,7 @@ AUTO = Path("auto")
 def for_array_task(config: RunConfig, environment: Mapping[str, str]) -> RunConfig:
     """The run as this task of a Slurm array has it: the task's number behind the name, so that no two share a name."""
     task = environment.get("SLURM_ARRAY_TASK_ID", "")
-    if not task.isdigit():
+    if not task.isdecimal():
         return config
     return dataclasses.replace(config, run=dataclasses.replace(config.run, name=f"{config.run.name}_{task}"))
 
@@ -34,7 +35,7 @@ def choose_resume(config: RunConfig, asked: Path | None, environment: Mapping[st
     restarts = environment.get("SLURM_RESTART_COUNT", "")
     if asked == AUTO:
         job, why = None, "--resume=auto"
-    elif asked is None and restarts.isdigit() and int(restarts):
+    elif asked is None and restarts.isdecimal() and int(restarts):
         job, why = environment.get("SLURM_JOB_ID", ""), f"Slurm started job {environment.get('SLURM_JOB_ID')} again"
     else:
         return asked, ""
@@ -44,7 +45,7 @@ def choose_resume(config: RunConfig, asked: Path | None, environment: Mapping[st
     for path in folders:
         if any((path / "checkpoints").glob("step_*")):
             return path, f"{why}: continuing {path}"
-    found = f"no checkpoint in {', '.join(map(str, folders))}" if folders else "no run folder of it"
+    found = f"no checkpoint in {listed(folders)}" if folders else "no run folder of it"
     return None, f"{why}: {found}; starting from the beginning"
 
 

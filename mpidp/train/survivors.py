@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 
 from mpidp.errors import LaunchError
 from mpidp.hdf5.loader import HDF5Loader
+from mpidp.printable import listed
 from mpidp.world import tolerance
 from mpidp.world.abort import SHARED_MARK
 from mpidp.world.mpi import ENDS_MPI, MPI
@@ -146,8 +147,9 @@ class Survivors:
                     raise
         self.loss = Loss(tuple(lost), self.world.size, time.perf_counter() - start)
         if self.world.size < self.min_ranks:
-            names = ", ".join(map(str, lost))
-            few = LaunchError(f"lost {names}: {self.world.size} ranks are left, and {self.min_ranks} were asked for")
+            few = LaunchError(
+                f"lost {listed(lost)}: {self.world.size} ranks are left, and {self.min_ranks} were asked for"
+            )
             setattr(few, SHARED_MARK, True)
             raise few
         log.info("%s; this is rank %d now", self.loss, self.world.rank)

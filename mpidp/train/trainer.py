@@ -341,4 +341,4 @@ def _is_due(every: int, count: int) -> bool:
 def choose_threads(configured: int, environment: Mapping[str, str], cores_per_rank: int) -> int:
     """CPU threads of one rank: the run file's number, else OMP_NUM_THREADS, else this rank's share of the cores."""
     asked = environment.get("OMP_NUM_THREADS", "")
-    return configured or (int(asked) if asked.isdigit() and int(asked) else cores_per_rank)
+    return configured or (int(asked) if asked.isdecimal() and int(asked) else cores_per_rank)

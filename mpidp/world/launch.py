@@ -209,6 +209,6 @@ def _by_flux(environment: Mapping[str, str]) -> bool:
 def _first(environment: Mapping[str, str], names: tuple[str, ...]) -> int | None:
     for name in names:
         text = environment.get(name, "")
-        if text.isdigit():
+        if text.isdecimal():
             return int(text)
     return None

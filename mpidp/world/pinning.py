@@ -4,6 +4,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mpidp.printable import listed
+
 
 @dataclass(frozen=True)
 class Pinned:
@@ -42,8 +44,8 @@ def crowded(ranks: Sequence[Pinned], node_cores: int) -> str | None:
     for (host, cores), sharing in groups.items():
         if len(cores) < len(sharing) and len(cores) < node_cores:
             return (
-                f"ranks {', '.join(map(str, sharing))} on {host} are all pinned to the same "
-                f"{'core' if len(cores) == 1 else f'{len(cores)} cores'} ({', '.join(map(str, sorted(cores)))}) of "
+                f"ranks {listed(sharing)} on {host} are all pinned to the same "
+                f"{'core' if len(cores) == 1 else f'{len(cores)} cores'} ({listed(sorted(cores))}) of "
                 f"{node_cores}: they take turns. Give each its own: `--cpus-per-task=N` with `export "
                 f"SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK` before srun, or `mpiexec --bind-to none`."
             )

@@ -7,6 +7,7 @@ calls fail, too. What they agree on afterwards holds for all of them, also when 
 import logging
 from dataclasses import dataclass, fields, replace
 
+from mpidp.printable import listed
 from mpidp.world import communicators
 from mpidp.world.cores import cores_per_rank
 from mpidp.world.mpi import MPI
@@ -45,8 +46,7 @@ class Loss:
     seconds: float
 
     def __str__(self) -> str:
-        names = ", ".join(map(str, self.people))
-        return f"lost {names}; {self.num_left} ranks go on, after {self.seconds:.3f} s"
+        return f"lost {listed(self.people)}; {self.num_left} ranks go on, after {self.seconds:.3f} s"
 
 
 class Recovery:

@@ -19,10 +19,14 @@ MOST_BYTES = 4000
 
 @dataclass(frozen=True)
 class Address:
-    """How a neighbour finds a process: its number, and that of its open file; -1 for none."""
+    """How a neighbour finds a process: its number, that of its open file, -1 for none, and the file's inode.
+
+    Only a process that has this very file open has the handler; for any other the signal would be the end.
+    """
 
     pid: int
     file: int
+    inode: int = 0
 
 
 def prepare() -> Address:
@@ -31,7 +35,7 @@ def prepare() -> Address:
         return Address(os.getpid(), -1)
     file = os.memfd_create("mpidp-stacks")
     faulthandler.register(SIGNAL, file=file)
-    return Address(os.getpid(), file)
+    return Address(os.getpid(), file, os.fstat(file).st_ino)
 
 
 @dataclass(frozen=True)
@@ -49,13 +53,15 @@ def look_at(address: Address) -> Look:
         return Look(text, state in STOPPED)
     path = f"/proc/{address.pid}/fd/{address.file}"
     try:
-        before = os.stat(path).st_size
+        before = os.stat(path)
+        if before.st_ino != address.inode:
+            return Look(f"process {address.pid} is another one: this rank's has ended, or has numbers of its own")
         os.kill(address.pid, SIGNAL)
         time.sleep(WRITING_S)
         with open(path, "rb") as file:
-            file.seek(before)
+            file.seek(before.st_size)
             written = file.read().decode(errors="replace")
-    except OSError as error:  # it has ended meanwhile, or is another user's
+    except OSError as error:  # it has ended meanwhile, has no such file, or is another user's
         return Look(f"{text} ({error})")
     main = written.rstrip().rpartition("\n\n")[2]  # the main thread comes last
     return Look(f"{text}\n{main[:MOST_BYTES]}" if main else text)

@@ -156,6 +156,7 @@ TABLE: dict[str, dict[str, Run | Elsewhere | NotHere]] = {
             "both.html: digits to step {}, digits-2 to step"
         ),
     },
+    "docs/security.md": {"mpidp train jobs/digits.toml --print-config": Run('name = "cnn"')},
     "docs/sharded_optimizer.md": {
         "mpidp train jobs/digits.toml --dry-run --ranks 8 --optimizer.sharded=true": Run("optimizer state {} 37.4 KiB"),
     },

@@ -1,5 +1,6 @@
 """Checkpoints on disk: complete or not there, damage found and named, the newest usable one taken."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from checkpoint_states import check_state, names, save, state_of
 from mpidp.errors import CheckpointError
 from mpidp.train.checkpoints import manifest as manifests
 from mpidp.train.checkpoints.checkpoint import check_model, find_fault, load, newest
-from mpidp.train.checkpoints.manifest import Manifest
+from mpidp.train.checkpoints.manifest import File, Manifest
 
 Damage = Callable[[Path], None]
 
@@ -85,11 +86,22 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "truncated manifest": (lambda path: os.truncate(path / "manifest.json", 60), "manifest.json"),
     "manifest is a list": (lambda path: _write(path, "[]"), "manifest.json"),
     "manifest without files": (lambda path: _write(path, '{"format": 2, "step": 2}'), "manifest.json"),
-    "manifest of no files": (lambda path: _write(path, Manifest(2, 2, "", "sha256", ()).text()), "state.pt"),
+    "manifest of no files": (
+        lambda path: _write(path, Manifest(2, 2, "", "sha256", ()).text()),
+        "2 ranks, but 0 files",
+    ),
     "manifest of files that are none": (lambda path: _write(path, '{"format": 2, "files": [1]}'), "manifest.json"),
     "manifest of another format": (lambda path: _write(path, '{"format": 99, "files": {}}'), "format 99"),
     "first format": (lambda path: _write(path, '{"format": 1, "step": 2, "files": {"state.pt": {}}}'), "format 1"),
     "manifest of another hash": (lambda path: _write(path, _with(path, algorithm="md6")), "manifest.json"),
+    "huge manifest": (lambda path: os.truncate(path / "manifest.json", 2**40), "manifest.json cannot be read"),
+    "manifest of endless depth": (lambda path: _write(path, "[" * 10**6), "manifest.json cannot be read"),
+    "more ranks than files": (lambda path: _write(path, _intact(path, ranks=10**15)), "ranks, but 3 files"),
+    "a count that is none": (lambda path: _write(path, _intact(path, step=2.5)), "step = 2.5"),
+    "a file of another folder": (
+        lambda path: _write(path, _intact(path, files=_elsewhere)),
+        "no name of a file in its",
+    ),
     "truncated part": (lambda path: os.truncate(path / "rank_00001.pt", 9), "rank_00001.pt has 9 bytes instead"),
     "part with a flipped bit": (lambda path: flip(path / "rank_00001.pt", 99), "rank_00001.pt is damaged"),
     "no part": (lambda path: (path / "rank_00001.pt").unlink(), "rank_00001.pt is missing"),
@@ -109,6 +121,14 @@ def _write(path: Path, manifest: str) -> None:
 def _with(path: Path, **changes: Any) -> str:
     """The manifest with other values, in the same spelling."""
     return json.dumps({**json.loads((path / "manifest.json").read_text()), **changes}, indent=2) + "\n"
+
+
+_elsewhere = (File("../step_00000001/state.pt", 1, ""),) * 9
+
+
+def _intact(path: Path, **changes: Any) -> str:
+    """The manifest with other values, and the checksum that goes with them."""
+    return dataclasses.replace(manifests.read(path), **changes).text()
 
 
 def _empty(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -168,6 +169,17 @@ def test_npz_all_or_some(tmp_path: Path) -> None:
     for name, values in arrays.items():
         assert_same(found[name], values)
     assert leftovers(tmp_path) == []
+
+
+def test_an_archive_is_not_unpacked_where_it_has_no_room(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behaviour 56: zeros are packed a thousandfold."""
+    np.savez_compressed(tmp_path / "in.npz", a=np.zeros(1000), b=np.zeros(10))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    error = error_of(capsys, "convert", tmp_path / "in.npz", tmp_path / "out.h5", code=1)
+    assert f"in.npz: its arrays have 8,336 bytes, and {tmp_path} has 1,000 free; choose --fields" in error
+    assert run("convert", tmp_path / "in.npz", tmp_path / "out.h5", "--fields=b") == 0
 
 
 def test_default_chunks() -> None:

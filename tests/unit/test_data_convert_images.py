@@ -1,5 +1,7 @@
 """`mpidp data convert` from folders of images, against the pixels that were written."""
 
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +74,27 @@ def test_a_damaged_image_is_named(folder: Path, tmp_path: Path, capsys: pytest.C
     path.write_bytes(b"no image")
     assert f"{path}: cannot be read as an image" in error_of(capsys, "convert", folder, tmp_path / "out.h5", code=1)
     assert not (tmp_path / "out.h5").exists()
+
+
+def test_an_image_of_endless_size_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Behaviour 56: a file of some bytes may say that it has any number of pixels."""
+    path = folder / "cat" / "4.png"
+    content = bytearray(path.read_bytes())
+    content[16:24] = struct.pack(">II", 2**20, 2**20)
+    content[29:33] = struct.pack(">I", zlib.crc32(content[12:29]))
+    path.write_bytes(content)
+    error = error_of(capsys, "convert", folder, tmp_path / "out.h5", "--resize=6x4", code=1)
+    assert error.startswith(f"mpidp: error: {path}: Image size") and error.count("\n") == 1
+
+
+def test_no_image_is_a_program(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """PostScript is decoded by Ghostscript, so it is no image here, whatever its name."""
+    (folder / "cat" / "8.eps").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 6 4\nshowpage\n")
+    assert run("convert", folder, tmp_path / "out.h5") == 0
+    assert "2 files are no images and left out: cat/8.eps, dog/notes.txt" in capsys.readouterr().err
+    (folder / "cat" / "8.eps").rename(folder / "cat" / "8.png")
+    error = error_of(capsys, "convert", folder, tmp_path / "other.h5", code=1)
+    assert f"{folder / 'cat/8.png'}: cannot be read as an image" in error
 
 
 def test_a_folder_without_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

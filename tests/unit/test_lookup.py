@@ -130,10 +130,37 @@ def test_a_type_error_inside_the_function_is_a_bug_and_keeps_its_traceback(funct
 
 def test_the_console_script_finds_the_current_folder(tmp_path: Path) -> None:
     (tmp_path / "own_net.py").write_text("def make(): pass")
-    code = "import sys; sys.path.remove('') if '' in sys.path else 0; from mpidp.train.components.lookup import find;"
-    code += "print(find('model.name', 'own_net:make', {}).__name__)"
-    words = [sys.executable, "-P", "-c", code]
-    assert subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True).stdout == "make\n"
+    assert looked_up(tmp_path, "own_net:make").stdout == "make\n"
+
+
+@pytest.mark.parametrize(("options", "environment"), [(("-P",), {}), ((), {"PYTHONSAFEPATH": "1"})])
+def test_not_where_python_is_told_to_be_safe(
+    tmp_path: Path, options: tuple[str, ...], environment: dict[str, str]
+) -> None:
+    """Behaviour 56."""
+    (tmp_path / "own_net.py").write_text("def make(): pass")
+    done = looked_up(tmp_path, "own_net:make", *options, **environment)
+    assert done.returncode and "not in the current folder (python -P, or PYTHONSAFEPATH is set)" in done.stderr
+    assert looked_up(tmp_path, "torch.nn:Linear", *options, **environment).stdout == "Linear\n"
+
+
+def test_a_built_in_imports_nothing_from_the_current_folder(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('the wrong json')")
+    (tmp_path / "mpidp").mkdir()
+    (tmp_path / "mpidp/__init__.py").write_text("raise SystemExit('the wrong mpidp')")
+    assert looked_up(tmp_path, "cnn").stdout == "cnn\n"
+
+
+def looked_up(folder: Path, name: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Look a name up in a process of its own, in a folder that is not on sys.path, as under a console script."""
+    script = folder / "bin" / "script.py"
+    script.parent.mkdir(exist_ok=True)
+    script.write_text(
+        "import sys; from mpidp.train.components.lookup import find; from mpidp.models import BUILT_IN;"
+        "print(find('model.name', sys.argv[1], BUILT_IN).__name__)"
+    )
+    words = [sys.executable, *options, str(script), name]
+    return subprocess.run(words, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,12 @@
 """`mpidp report`: pages of real runs, read back: their numbers, curves, gaps and marks; and what it refuses."""
 
+import contextlib
+import copy
 import dataclasses
+import functools
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -14,11 +18,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_runs import records, small_run
 
 from mpidp.cli import main
+from mpidp.errors import ConfigError
 from mpidp.tools.report.curves import events, gaps, panels
 from mpidp.tools.report.facts import facts
 from mpidp.tools.report.phases import _columns, phases_of
@@ -26,6 +31,7 @@ from mpidp.tools.report.report import labels, report
 from mpidp.tools.report.run import read
 from mpidp.tools.report.tables import numbers
 from mpidp.tools.report.trace import _covered_us, read_trace
+from mpidp.tools.status import status
 
 SVG = "{http://www.w3.org/2000/svg}"
 VOID = {"meta", "link", "br", "img", "hr"}
@@ -396,6 +402,79 @@ def test_names_are_text_and_nothing_else(run: Path, made: Path) -> None:
     assert {"./_<b>$x_1$&amp;", made.name} <= words
     assert not page.tags & {"b", "script"}
     assert labels([Path("a/x"), Path("b/x"), Path("b/y\t")]) == ["a/x", "b/x", "b/y?"]
+
+
+HOSTILE = "</text></pre><script>alert(1)</script>&\x1b[2J\udcff"
+
+
+def leaves(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The places of all values in nested JSON, of the first two items of a list."""
+    items = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
+    return [place, *(leaf for key, item in items for leaf in leaves(item, (*place, key)))]
+
+
+def put(value: Any, place: tuple[Any, ...], new: Any) -> Any:
+    """The nested JSON with another value at a place."""
+    if not place:
+        return new
+    changed = copy.copy(value)
+    changed[place[0]] = put(value[place[0]], place[1:], new)
+    return changed
+
+
+def test_no_text_of_a_run_folder_becomes_markup(run: Path) -> None:
+    """Behaviour 56."""
+    starts = json.loads((run / "env.json").read_text())
+    for place in leaves(starts):
+        if isinstance(functools.reduce(lambda value, key: value[key], place, starts), str) and "time" not in place:
+            starts = put(starts, place, HOSTILE)
+    (run / "env.json").write_text(json.dumps(put(starts, (0, "packages"), {HOSTILE: HOSTILE})))
+    lines = [json.dumps(record | {"seconds": {HOSTILE: 1.0, "data": 2.0}}) for record in records(run)]
+    lost = {"kind": "loss_of_ranks", "step": 15, "lost": [{"rank": HOSTILE, "host": HOSTILE}], "ranks": 1}
+    (run / "metrics.jsonl").write_text("\n".join([*lines, json.dumps(lost)]) + "\n")
+    with open(run / "config.toml", "a") as file:
+        file.write(f"\n[extra]\nname = {json.dumps(HOSTILE[:-5])}\n")
+    page, html = page_of(run)
+    assert page.text.count("<script>alert(1)</script>") > 10
+    assert "script" not in page.tags and all(link.startswith("#") for link in page.links)
+    assert drawings(html), "each is well-formed XML"
+
+
+OTHERS = [HOSTILE, None, True, -1, 10**400, 2**62, 1e308, [], {}, [1, "a"], {"a": {}}]
+
+
+@given(st.integers(0, 2**32), st.sampled_from(OTHERS))
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_values_of_other_kinds_are_left_out_or_refused(run: Path, choice: int, new: Any) -> None:
+    """One value in a record of a foreign run is of another kind; drawing is left out here, as it takes long."""
+    file = run / ("env.json", "metrics.jsonl")[choice % 2]
+    before = file.read_text()
+    is_lines = file.suffix == ".jsonl"
+    content = [json.loads(line) for line in before.splitlines()] if is_lines else json.loads(before)
+    places = leaves(content)[1:]
+    changed = put(content, places[choice % len(places)], new)
+    file.write_text("".join(f"{json.dumps(record)}\n" for record in changed) if is_lines else json.dumps(changed))
+    with pytest.MonkeyPatch.context() as patch:
+        for drawn in ("draw_panel", "draw_phases", "to_svg"):
+            patch.setattr(f"mpidp.tools.report.figures.{drawn}", lambda *_: "")
+        for ask in (lambda: report([run], None), lambda: status(run)):
+            with contextlib.suppress(ConfigError):
+                ask()
+    file.write_text(before)
+
+
+@pytest.mark.parametrize("name", ["env.json", "metrics.jsonl", "trace.json", "config.toml"])
+def test_deep_nesting_is_damage(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / name).write_text("a = " * (name == "config.toml") + "[" * 100_000 + "\n")
+    code = main(["report", str(run)])
+    assert (code, capsys.readouterr().err.count("\n")) == ((0, 0) if name == "trace.json" else (2, 1))
+
+
+def test_a_link_of_the_unfinished_page_is_not_followed(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("precious")
+    (run / f".report.html.{os.getpid()}.partial").symlink_to(tmp_path / "mine")
+    page_of(run)
+    assert (tmp_path / "mine").read_text() == "precious"
 
 
 def test_a_damaged_checkpoint_is_named(run: Path) -> None:

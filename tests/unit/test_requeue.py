@@ -67,6 +67,8 @@ def test_a_folder_that_cannot_be_read_is_no_jobs(config: RunConfig, tmp_path: Pa
     assert choose_resume(config, None, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"})[0] is None
 
 
-@pytest.mark.parametrize(("task", "name"), [("", "digits"), ("0", "digits_0"), ("12", "digits_12")])
+@pytest.mark.parametrize(
+    ("task", "name"), [("", "digits"), ("0", "digits_0"), ("12", "digits_12"), ("²", "digits"), ("../x", "digits")]
+)
 def test_an_array_task_has_its_number_in_the_name(config: RunConfig, task: str, name: str) -> None:
     assert for_array_task(config, {"SLURM_ARRAY_TASK_ID": task}).run.name == name

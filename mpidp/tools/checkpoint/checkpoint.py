@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from mpidp.errors import CheckpointError
+from mpidp.printable import listed
 from mpidp.tools.table import size_text, table
 from mpidp.train.checkpoints import manifest as manifests
 from mpidp.train.checkpoints.checkpoint import newest, newest_first
@@ -67,7 +68,7 @@ def newest_whole(place: Path) -> tuple[Path, list[str]]:
         return newest(paths[0].parent)
     faults = _faults(paths[0])
     if faults:
-        raise CheckpointError(f"checkpoint {paths[0]} is damaged: {'; '.join(faults)}")
+        raise CheckpointError(f"checkpoint {paths[0]} is damaged: {listed(faults, '; ')}")
     return paths[0], []
 
 

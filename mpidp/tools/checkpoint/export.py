@@ -62,7 +62,8 @@ def _optimizer(state: dict[str, Any], path: Path) -> dict[str, Any]:
 def _write(path: Path, chosen: Any, kind: str, with_optimizer: bool, step: int) -> None:
     import torch
 
-    with open(path, "wb") as file:
+    path.unlink(missing_ok=True)  # of a killed export; and never what somebody's link of that name leads to
+    with open(path, "xb") as file:
         if kind == "torch":
             torch.save(chosen, file)
         else:

@@ -3,6 +3,7 @@
 import os
 import shutil
 import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -82,11 +83,20 @@ def open_npz(path: str, fields: Sequence[str], scratch: Path) -> ArraySource:
                 raise DataError(f"{path}: holds no arrays; give another file")
             # Numbered, since a name in an archive may hold anything.
             paths = {name: scratch / f"{number}.npy" for number, name in enumerate(taken)}
+            _check_room(archive, path, taken, scratch.parent)
             for name, unpacked in paths.items():
                 _unpack(archive, f"{name}.npy", unpacked)
-    except (zipfile.BadZipFile, OSError, EOFError) as error:
+    except (zipfile.BadZipFile, OSError, EOFError, RuntimeError, zlib.error) as error:  # a password, another method
         raise DataError(f"{path}: cannot be read as .npz: {error}; write or copy it again") from error
     return ArraySource({name: str(unpacked) for name, unpacked in paths.items()}, [path])
+
+
+def _check_room(archive: zipfile.ZipFile, path: str, names: Sequence[str], folder: Path) -> None:
+    """Raise `DataError` where arrays are larger than the free space: a thousandth of it is enough for the archive."""
+    needed = sum(archive.getinfo(f"{name}.npy").file_size for name in names)
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise DataError(f"{path}: its arrays have {needed:,} bytes, and {folder} has {free:,} free; choose --fields")
 
 
 def _unpack(archive: zipfile.ZipFile, name: str, target: Path) -> None:

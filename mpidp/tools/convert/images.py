@@ -18,6 +18,8 @@ from mpidp.tools.convert.source import Source, SourceField, Values
 
 # Pillow's name of how pixels are kept -> type of a value, values of a pixel.
 MODES = {"L": ("u1", 1), "RGB": ("u1", 3), "RGBA": ("u1", 4), "I;16": ("u2", 1), "F": ("f4", 1)}
+# Of the formats that Pillow knows, those that images for training come in; decoding PostScript would run a program.
+FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 _MOST_NAMED = 3
 
 
@@ -78,7 +80,7 @@ class ImageSource(Source):
         return {"source": [str(self._folder.absolute()), *found], "options": str(self._options)}
 
     def _list(self) -> tuple[list[str], list[int]]:
-        suffixes = set(_pillow().registered_extensions())
+        suffixes = {suffix for suffix, name in _pillow().registered_extensions().items() if name in FORMATS}
         files: list[str] = []
         labels: list[int] = []
         others: list[str] = []
@@ -129,7 +131,7 @@ class ImageSource(Source):
                 image.load()  # what was opened is not yet decoded
                 converted = image if image.mode == self._mode else image.convert(self._mode)
                 sized = converted if converted.size == self._size else converted.resize(self._size, _pillow().BILINEAR)
-            except (OSError, ValueError, SyntaxError) as error:
+            except (OSError, ValueError, SyntaxError, EOFError) as error:
                 raise DataError(f"{path}: cannot be decoded: {error}; mend or remove it") from error
             pixels = np.asarray(sized)
         return pixels[None] if pixels.ndim == 2 else np.moveaxis(pixels, -1, 0)
@@ -137,9 +139,13 @@ class ImageSource(Source):
     @contextmanager
     def _image(self, path: Path) -> Iterator[Any]:
         try:
-            image = _pillow().open(path)
-        except OSError as error:
+            image = _pillow().open(path, formats=FORMATS)
+        except (OSError, ValueError, SyntaxError) as error:
             raise DataError(f"{path}: cannot be read as an image: {error}; mend or remove it") from error
+        except _pillow().DecompressionBombError as error:
+            raise DataError(
+                f"{path}: {error}; cut it into smaller images, or remove it if it is not meant to be so large"
+            ) from error
         with image:
             yield image
 

@@ -24,7 +24,7 @@ def check_cores(facts: RankFacts) -> list[Finding]:
             )
         )
     wanted = facts.environment.get("SLURM_CPUS_PER_TASK", "")
-    if facts.launch.launcher == "Slurm's srun" and wanted.isdigit() and len(mask) < int(wanted):
+    if facts.launch.launcher == "Slurm's srun" and wanted.isdecimal() and len(mask) < int(wanted):
         findings.append(
             warn(
                 "cores.srun",
@@ -63,7 +63,7 @@ def check_sharing(job: Sequence[RankFacts]) -> list[Finding]:
 def threads_of(facts: RankFacts) -> int:
     """Threads that torch would take: OMP_NUM_THREADS, else what mpidp's trainer takes, which fits."""
     asked = facts.environment.get("OMP_NUM_THREADS", "")
-    return int(asked) if asked.isdigit() and int(asked) else 1
+    return int(asked) if asked.isdecimal() and int(asked) else 1
 
 
 def ranges(cores: Sequence[int]) -> str:

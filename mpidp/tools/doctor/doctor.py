@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpidp.errors import ConfigError, LaunchError
+from mpidp.printable import visible
 from mpidp.tools.doctor.check_launch import check_before_start
 from mpidp.tools.doctor.check_probe import check_measured
 from mpidp.tools.doctor.checks import check
@@ -118,5 +119,5 @@ def _say_as_one_of_many(report: Report, facts: RankFacts, options: DoctorOptions
 
 
 def _say(report: Report, options: DoctorOptions) -> int:
-    print(_SHAPES[options.format](report), flush=True)
+    print(visible(_SHAPES[options.format](report)), flush=True)
     return FOUND_FAILURE if report.level is Level.FAIL else 0

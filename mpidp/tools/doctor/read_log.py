@@ -6,6 +6,7 @@ from mpidp.tools.doctor.finding import Finding, ok
 from mpidp.tools.doctor.known_texts import KNOWN
 
 _SHOWN = 100
+_SEARCHED = 10_000  # of a line; patterns take time with its square
 
 
 def read_log(text: str) -> list[Finding]:
@@ -13,7 +14,7 @@ def read_log(text: str) -> list[Finding]:
     found: dict[str, Finding] = {}
     for number, line in enumerate(text.splitlines(), 1):
         for known in KNOWN:
-            if known.code not in found and re.search(known.pattern, line):
+            if known.code not in found and re.search(known.pattern, line[:_SEARCHED]):
                 what = f"line {number}, {line.strip()[:_SHOWN]!r}: {known.meaning}"
                 found[known.code] = Finding(known.level, known.code, what, known.fix)
     if not found:

@@ -5,12 +5,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
+from mpidp.printable import visible
 from mpidp.tools.report.run import Run
 
 # More columns than this are not seen apart in a figure.
 _MOST_COLUMNS = 400
 # A step that is slower than the usual one by this factor would squeeze all others into a line at the bottom.
 _HIGHEST = 4.0
+# A run records seven; a file of foreign origin could name any number.
+_MOST_PHASES = 32
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Phases:
 def phases_of(run: Run) -> Phases | None:
     """The phases of a run; None if it has recorded none."""
     intervals = [(before, step, seconds) for before, step, seconds in run.intervals() if seconds and step > before]
-    names = tuple(dict.fromkeys(name for *_, seconds in intervals for name in seconds))
+    names = tuple(dict.fromkeys(name for *_, seconds in intervals for name in seconds))[:_MOST_PHASES]
     if not names:
         return None
     columns = _columns(intervals, names)
@@ -49,7 +52,7 @@ def phases_of(run: Run) -> Phases | None:
     ceiling_ms = _HIGHEST * usual_ms if is_far_off else 1.05 * max(sums_ms)
     edges, means_ms = _without_holes(columns, len(names))
     return Phases(
-        names=names,
+        names=tuple(map(visible, names)),  # SVG cannot hold control characters
         total_s=tuple(math.fsum(seconds.get(name, 0.0) for *_, seconds in intervals) for name in names),
         num_steps=sum(step - before for before, step, _ in intervals),
         edges=edges,

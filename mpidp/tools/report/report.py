@@ -34,7 +34,9 @@ def report(paths: Sequence[Path], output: Path | None) -> str:
     text = page(runs)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
+        partial.unlink(missing_ok=True)
+        with open(partial, "x", encoding="utf-8", errors="backslashreplace") as file:  # through no link of that name
+            file.write(text)
         partial.replace(target)
     except OSError as error:
         partial.unlink(missing_ok=True)

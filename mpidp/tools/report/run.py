@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mpidp.errors import CheckpointError, ConfigError
+from mpidp.tools.record_kinds import of_known_kinds
 from mpidp.tools.report.trace import Trace, read_trace
 from mpidp.tools.run_state import SILENT_S, read_starts, silent_s
 from mpidp.train.checkpoints import manifest as manifests
@@ -151,11 +152,11 @@ def read_records(path: Path) -> tuple[dict[str, list[Record]], bool]:
 
 def _record(line: str) -> Record | None:
     try:
-        record = json.loads(line)
-    except ValueError:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
         return None
-    is_one = isinstance(record, dict) and isinstance(record.get("kind"), str) and isinstance(record.get("step"), int)
-    return record if is_one else None
+    record = of_known_kinds(found) if isinstance(found, dict) else {}
+    return record if isinstance(record.get("kind"), str) and "step" in record else None
 
 
 def _manifest(folder: Path) -> Manifest | str:

@@ -55,7 +55,7 @@ def read_trace(path: Path) -> Trace | None:
         return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return Trace((), f"it cannot be read ({error})")
     events = content.get("traceEvents") if isinstance(content, dict) else None
     of_ranks: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mpidp.errors import MismatchError
+from mpidp.printable import listed
 from mpidp.train.batch_norm.moments import Moments, mean_of_sums
 from mpidp.world.abort import SHARED_MARK
 from mpidp.world.mpi import MPI
@@ -116,4 +117,4 @@ class SyncGroup:
 
 
 def _ranks(numbers: list[int]) -> str:
-    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+    return f"rank{'s' * (len(numbers) > 1)} {listed(numbers)}"

@@ -9,11 +9,13 @@ A checkpoint is a folder `step_00000120`:
 All are what `torch.load(weights_only=True)` reads. Only loading needs torch.
 """
 
+import pickle
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from mpidp.errors import CheckpointError
+from mpidp.printable import listed
 from mpidp.train.checkpoints import manifest as manifests
 from mpidp.train.checkpoints.manifest import Manifest
 
@@ -64,7 +66,7 @@ def newest(folder: Path) -> tuple[Path, list[str]]:
 def none_usable(folder: Path, passed_over: list[str]) -> CheckpointError:
     """The error when there is nothing to go on from; one line of why for each checkpoint."""
     if passed_over:
-        return CheckpointError(f"no usable checkpoint in {folder}: " + "; ".join(passed_over))
+        return CheckpointError(f"no usable checkpoint in {folder}: " + listed(passed_over, "; "))
     return CheckpointError(f"no checkpoint in {folder}: the run ended before its first one. Start it anew.")
 
 
@@ -108,10 +110,14 @@ def read(path: Path, name: str) -> dict[str, Any]:
 
     try:
         return cast(dict[str, Any], torch.load(path / name, map_location="cpu", weights_only=True))
-    except Exception as error:  # torch raises many kinds, of which most say what it met
+    except pickle.UnpicklingError as error:  # torch then advises to load it nevertheless
         raise CheckpointError(
-            f"checkpoint {path}: {name} cannot be loaded ({type(error).__name__}: {error})"
+            f"checkpoint {path}: {name} holds something else than tensors, numbers and text, which could be a program; "
+            f"it is not loaded"
         ) from error
+    except Exception as error:  # torch raises many kinds, of which most say what it met
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise CheckpointError(f"checkpoint {path}: {name} cannot be loaded ({reason})") from error
 
 
 def read_shard(path: Path, rank: int) -> list[Any]:

@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from mpidp.errors import CheckpointError
+from mpidp.printable import has_control
 
 FORMAT = 2
 NAME = "manifest.json"
 # The fastest of hashlib's where the processor has instructions for it, as servers of the last years do.
 ALGORITHM = "sha256"
+# Some hundred bytes a rank: this is room for a million ranks, and no reason to read for ever.
+_MOST_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,11 @@ def read(folder: Path) -> Manifest:
         CheckpointError: it is missing, damaged, or of a format that this version does not read; names no folder.
     """
     try:
+        if (num_bytes := (folder / NAME).stat().st_size) > _MOST_BYTES:
+            raise ValueError(f"it has {num_bytes:,} bytes")
         text = (folder / NAME).read_text(encoding="utf-8")
         content = json.loads(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{NAME} cannot be read ({error})") from error
     if not isinstance(content, dict) or "format" not in content:
         raise CheckpointError(f"{NAME} is damaged (it does not say its format)")
@@ -82,7 +87,28 @@ def read(folder: Path) -> Manifest:
         raise CheckpointError(f"{NAME} is damaged ({type(error).__name__}: {error})") from error
     if not intact:
         raise CheckpointError(f"{NAME} is damaged (its content differs from its checksum)")
+    fault = _find_odd_value(manifest)
+    if fault is not None:
+        raise CheckpointError(f"{NAME} is damaged ({fault})")
     return manifest
+
+
+def _find_odd_value(manifest: Manifest) -> str | None:
+    """What no version of mpidp writes: its checksum is right, but it may be somebody else's."""
+    for name in ("step", "ranks"):
+        value = getattr(manifest, name)
+        if type(value) is not int or not 0 <= value < 2**63:
+            return f"{name} = {value!r}"
+    if manifest.ranks > len(manifest.files):
+        return f"{manifest.ranks} ranks, but {len(manifest.files)} files"
+    if not isinstance(manifest.saved_at, str):
+        return f"saved_at = {manifest.saved_at!r}"
+    for file in manifest.files:
+        if not isinstance(file.name, str) or Path(file.name).name != file.name or has_control(file.name):
+            return f"{file.name!r} is no name of a file in its folder"
+        if type(file.num_bytes) is not int or not isinstance(file.digest, str):
+            return f"{file.name} has size {file.num_bytes!r} and checksum {file.digest!r}"
+    return None
 
 
 def find_faults(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from mpidp.errors import DataError
+from mpidp.printable import listed
 
 BUILT_IN = {
     "image": "mpidp.train.components.transforms:image",
@@ -25,6 +26,6 @@ def image(fields: dict[str, Tensor]) -> dict[str, Tensor]:
 def next_token(fields: dict[str, Tensor]) -> dict[str, Tensor]:
     """Windows of tokens (N, T + 1) become `input` and `target` (N, T), int64, the target one token ahead."""
     if len(fields) != 1:
-        raise DataError(f"transform 'next_token' wants one field of token windows, found {', '.join(fields)}")
+        raise DataError(f"transform 'next_token' wants one field of token windows, found {listed(fields)}")
     tokens = next(iter(fields.values())).long()
     return {"input": tokens[:, :-1].contiguous(), "target": tokens[:, 1:].contiguous()}

@@ -16,6 +16,7 @@ import torch
 import mpidp
 from mpidp.config import RunConfig, to_toml
 from mpidp.errors import CheckpointError, ConfigError
+from mpidp.train.records.secrets import without_secrets
 from mpidp.world.flush import flush_folder
 from mpidp.world.launch import launch_facts
 from mpidp.world.mpi import MPI
@@ -118,7 +119,7 @@ def environment(world: World, hosts: list[str] | None) -> dict[str, Any]:
     packages = ("torch", "mpi4py", "numpy", "h5py")
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": sys.argv,
+        "command": without_secrets(sys.argv),
         "mpidp": mpidp.__version__,
         "python": platform.python_version(),
         "packages": {name: metadata.version(name) for name in packages},
