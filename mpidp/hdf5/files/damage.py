@@ -14,7 +14,7 @@ def damage_text(path: str, name: str, error: BaseException) -> str:
     """Return one line that says of which object of which file h5py raised `error`."""
     place = f'{path}: "{name}"' if name else path
     said = " ".join(str(error).split()) or type(error).__name__
-    return f"{place} cannot be read; the file may be damaged (mpidp data verify lists what is). HDF5 says: {said}"
+    return f"{place} cannot be read; the file may be damaged. HDF5 says: {said}"
 
 
 @contextmanager

@@ -7,6 +7,8 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+from mpidp.hdf5.files.netcdf import is_dimension_only
+
 
 @dataclass
 class Tree:
@@ -43,7 +45,7 @@ def _walk(group: Any, path: str, tree: Tree, seen: set[Any]) -> None:
             seen.add(item.id)
             if hasattr(item, "visititems"):
                 _walk(item, way, tree, seen)
-            elif hasattr(item, "chunks"):
+            elif hasattr(item, "chunks") and not is_dimension_only(item):
                 tree.datasets.append(way)
         except (OSError, RuntimeError, KeyError) as error:
             tree.damaged.append((way, f"cannot be opened: {error}"))
