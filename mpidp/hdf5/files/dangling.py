@@ -7,8 +7,6 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpidp.hdf5.files.netcdf import is_dimension_only
-
 
 @dataclass
 class Tree:
@@ -45,7 +43,7 @@ def _walk(group: Any, path: str, tree: Tree, seen: set[Any]) -> None:
             seen.add(item.id)
             if hasattr(item, "visititems"):
                 _walk(item, way, tree, seen)
-            elif hasattr(item, "chunks") and not is_dimension_only(item):
+            elif hasattr(item, "chunks"):
                 tree.datasets.append(way)
         except (OSError, RuntimeError, KeyError) as error:
             tree.damaged.append((way, f"cannot be opened: {error}"))

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from mpidp.hdf5.files.file import Facts, inspect, open_file
-from mpidp.hdf5.files.netcdf import is_dimension_only
 
 _MOST_TEXT = 100
 
@@ -46,7 +45,7 @@ def list_datasets(path: str) -> FileInfo:
         names: list[str] = []
 
         def visit(name: str, item: Any) -> None:
-            if hasattr(item, "chunks") and not is_dimension_only(item):  # groups and named types have none
+            if hasattr(item, "chunks"):  # groups and named types have none
                 names.append(name)
 
         file.visititems(visit)
