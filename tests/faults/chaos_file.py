@@ -94,14 +94,19 @@ def by_loader(path: Path, field: str) -> np.ndarray:
     from mpidp.hdf5.decode.field import FieldSpec
 
     dataset, member = FIELDS[field]
-    with closing(HDF5Loader(path, [FieldSpec(dataset, name=field, member=member)], 1, shuffle="none")) as loader:
+    with closing(
+        HDF5Loader(path, [FieldSpec(dataset, name=field, member=member)], 4, shuffle="none", threads=1)
+    ) as loader:
         if loader.num_samples > MOST_ROWS:
             raise DataError("more rows than this compares")
         return np.concatenate([batch[field].numpy().copy() for batch in loader])
 
 
 def judge(path: Path, field: str, original: np.ndarray | None) -> str:
-    """Return what comes of reading a field: "same", "refused", or "WRONG: " and how."""
+    """Return what comes of reading a field: "same", "as written", "refused", or "WRONG: " and how.
+
+    "as written": h5py gives nothing, or fill values for a chunk that it does not find, and the loader what was written.
+    """
     expected = by_h5py(path, field)
     try:
         found = by_loader(path, field)
@@ -109,9 +114,9 @@ def judge(path: Path, field: str, original: np.ndarray | None) -> str:
         return "refused" if "\n" not in str(error) else f"WRONG: more than a line: {error}"
     except BaseException as error:
         return f"WRONG: {type(error).__name__}: {error}"
-    if expected is None:  # then it must not be what damage made of it
-        expected = original
-    return "same" if expected is not None and _equal(found, expected) else f"WRONG: {field} has other values"
+    if expected is not None and _equal(found, expected):
+        return "same"
+    return "as written" if original is not None and _equal(found, original) else f"WRONG: {field} has other values"
 
 
 def _equal(found: np.ndarray, expected: np.ndarray) -> bool:
