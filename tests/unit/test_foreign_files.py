@@ -189,7 +189,7 @@ def test_undefined_fill_values(tmp_path: Path) -> None:
     assert load(undefine_fill(path), "x")["x"].tolist() == np.arange(40).reshape(20, 2).tolist()
     with h5py.File(path, "w", libver="earliest") as file:
         file.create_dataset("x", (20, 2), "i8", chunks=(5, 2))[:5] = 1
-    with pytest.raises(DataError, match=r'"x".*never written, and no fill value'):
+    with pytest.raises(DataError, match=r'"/x" .*never written, and no fill value'):
         describe(undefine_fill(path), ["x"], allow_holes=True)
 
 
