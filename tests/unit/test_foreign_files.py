@@ -317,6 +317,16 @@ def test_the_users_program_opens_what_the_loader_reads(tmp_path: Path, locking: 
         file["y"] = 1
 
 
+@SLOW
+def test_what_this_process_has_not_yet_written(tmp_path: Path) -> None:
+    """A file that is open for writing here, of which HDF5 keeps a part in memory: that is read, too."""
+    kind = h5py.enum_dtype({"FALSE": 0, "TRUE": 1}, basetype="i2")  # which HDF5 reads itself
+    with h5py.File(tmp_path / "a.h5", "w", libver="earliest") as file:
+        file.flush()
+        file.create_dataset("x", data=np.arange(30, dtype="i2") % 2, dtype=kind, chunks=(5,))
+        assert load(tmp_path / "a.h5", "x")["x"].tolist() == [False, True] * 15
+
+
 def test_damage_beside_a_field_is_named_when_names_are_listed(tmp_path: Path) -> None:
     """Behaviour 57: a misspelt name in a file with a damaged neighbour."""
     path = tmp_path / "a.h5"

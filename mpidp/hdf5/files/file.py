@@ -77,11 +77,21 @@ def open_apart(path: str, cache_bytes: int) -> Any:
     """Return the open file as `open_file` does, and leave the user's own program free to open it as it likes.
 
     HDF5 takes all openings of a file by one driver for one, which must lock alike and cannot be written to while one
-    of them reads. The driver "log", which logs nothing here, is the usual one by another name.
+    of them reads. The driver "log", which logs nothing here, is the usual one by another name. A file that this
+    process is writing is opened as one with that, or what HDF5 has not yet written would be missing.
     """
-    with suppress(OSError):  # a file that is open for writing, in this process too, is only opened as one with that
-        return _open(path, cache_bytes, driver=_APART)
+    if not _is_written_here(path):
+        with suppress(OSError):  # `open_file` says what is wrong
+            return _open(path, cache_bytes, driver=_APART)
     return open_file(path, cache_bytes)
+
+
+def _is_written_here(path: str) -> bool:
+    for file in h5py.h5f.get_obj_ids(h5py.h5f.OBJ_ALL, h5py.h5f.OBJ_FILE):
+        with suppress(OSError):  # of a file that was removed meanwhile
+            if file.get_intent() != h5py.h5f.ACC_RDONLY and os.path.samefile(file.name, path):
+                return True
+    return False
 
 
 def _open(path: str, cache_bytes: int, **options: Any) -> Any:
@@ -118,6 +128,8 @@ def _facts(item: Any) -> Facts:
     raw = stored.raw
     dtype = None if raw is None or raw.kind in "VS" else raw.newbyteorder("=")
     bfloat16 = stored.name == "bfloat16"
+    has_attributes = len(item.attrs) > 0  # most have none, and each is looked up by itself
+    packable = None if bfloat16 or stored.booleans or not has_attributes else dtype
     return Facts(
         shape=item.shape,
         dtype=dtype,
@@ -128,11 +140,11 @@ def _facts(item: Any) -> Facts:
         unknown_filters=_unknown_filters(item),
         unwritten=unwritten(item),
         elsewhere=_elsewhere(item),
-        matlab_class=str(small_attribute(item, "MATLAB_class") or ""),
-        dimension_only=is_dimension_only(item),
+        matlab_class=str(small_attribute(item, "MATLAB_class") or "") if has_attributes else "",
+        dimension_only=has_attributes and is_dimension_only(item),
         booleans=stored.booleans,
         left_out=stored.left_out,
-        packing=None if dtype is None or bfloat16 or stored.booleans else cf_attributes(item, dtype),
+        packing=None if packable is None else cf_attributes(item, packable),
     )
 
 
