@@ -77,21 +77,12 @@ def open_apart(path: str, cache_bytes: int) -> Any:
     """Return the open file as `open_file` does, and leave the user's own program free to open it as it likes.
 
     HDF5 takes all openings of a file by one driver for one, which must lock alike and cannot be written to while one
-    of them reads. The driver "log", which logs nothing here, is the usual one by another name. A file that this
-    process is writing is opened as one with that, or what HDF5 has not yet written would be missing.
+    of them reads. The driver "log", which logs nothing here, is the usual one by another name. What this process
+    wrote to the file, HDF5 has written by then: `describe` opened and closed it.
     """
-    if not _is_written_here(path):
-        with suppress(OSError):  # `open_file` says what is wrong
-            return _open(path, cache_bytes, driver=_APART)
+    with suppress(OSError):  # `open_file` says what is wrong, or opens what is open for writing here
+        return _open(path, cache_bytes, driver=_APART)
     return open_file(path, cache_bytes)
-
-
-def _is_written_here(path: str) -> bool:
-    for file in h5py.h5f.get_obj_ids(h5py.h5f.OBJ_ALL, h5py.h5f.OBJ_FILE):
-        with suppress(OSError):  # of a file that was removed meanwhile
-            if file.get_intent() != h5py.h5f.ACC_RDONLY and os.path.samefile(file.name, path):
-                return True
-    return False
 
 
 def _open(path: str, cache_bytes: int, **options: Any) -> Any:

@@ -31,7 +31,7 @@ def check_links(file: Any, name: str) -> None:
             continue
         beside = os.path.join(os.path.dirname(file.filename), link.filename)
         for target in (beside, link.filename):
-            if os.path.exists(target) and not os.path.isfile(target):
+            if os.path.exists(target) and not os.path.isfile(target) and not os.path.isdir(target):
                 raise DataError(
                     f"{file.filename}: {way} is an external link to {link.filename}, which is no regular file; "
                     "give an HDF5 file"
