@@ -18,7 +18,7 @@ import numpy as np
 from mpidp.errors import DataError
 from mpidp.hdf5.decode.retry import error_number, retried
 from mpidp.hdf5.decode.unpack import Packing
-from mpidp.hdf5.files.damage import HDF5_ERRORS, damage_told
+from mpidp.hdf5.files.damage import HDF5_ERRORS, damage_told, listed
 from mpidp.hdf5.files.missing import check_links, no_dataset, other_object
 from mpidp.hdf5.files.netcdf import cf_attributes, is_dimension_only, small_attribute
 from mpidp.hdf5.files.types import stored_type
@@ -189,9 +189,9 @@ def _elsewhere(dataset: Any) -> str:
     """Return where the values lie when that is not this dataset itself, or ""."""
     if dataset.is_virtual:
         sources = sorted({source.file_name for source in dataset.virtual_sources()})
-        return f"a virtual dataset over {', '.join(sources)}"
+        return f"a virtual dataset over {listed(sources)}"
     if dataset.external:
-        return f"stored in other files: {', '.join(_text(entry[0]) for entry in dataset.external)}"
+        return f"stored in other files: {listed([_text(entry[0]) for entry in dataset.external])}"
     return ""
 
 
