@@ -14,7 +14,10 @@ import numpy.typing as npt
 
 from mpidp.hdf5.decode.field import Decode, Field
 from mpidp.hdf5.decode.storage import Storage
+from mpidp.hdf5.decode.unpack import Packing
 from mpidp.hdf5.order.keyed import IntArray
+
+_LEAST_ROW_BYTES = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +27,7 @@ class StoredFile:
     `range_rows` rows are read together: some chunks of the field with most bytes a row, or about 1 MiB where
     nothing is chunked. `sizes` are the bytes of this file and of those that its external links lead to, by
     path. For each field, `storages` says where its bytes lie; where they can only be read by HDF5 itself that
-    is None, and `slow` says why.
+    is None, and `slow` says why. `packings`: how values of fields that are unpacked are packed in this file.
     """
 
     path: str
@@ -34,6 +37,7 @@ class StoredFile:
     chunked: bool
     storages: tuple[Storage | None, ...]
     slow: tuple[str, ...]
+    packings: tuple[Packing | None, ...]
 
     def moved(self, places: Mapping[str, str]) -> "StoredFile":
         """Return the same file, copied; `places` has the path of each copy by that of its source.
@@ -73,8 +77,11 @@ class DataSet:
 
     @property
     def mean_chunk_bytes(self) -> float:
-        """Mean bytes in memory of the rows of a chunk, all fields together."""
-        return self.num_rows * self.row_bytes / len(self.chunk_rows)
+        """Mean of what the rows of a chunk cost to mix, in bytes: their own in memory, but at least 256 a row.
+
+        However small a row is, its place is drawn and sorted, in some 0.1 us.
+        """
+        return self.num_rows * max(self.row_bytes, _LEAST_ROW_BYTES) / len(self.chunk_rows)
 
     @property
     def paths(self) -> tuple[str, ...]:
