@@ -44,6 +44,8 @@ class FieldSection:
     """Then this is added."""
     decode: str = ""
     """module:function that makes numbers of an array of stored values (strings, compounds); empty for none."""
+    cf: bool = False
+    """Whether attributes of netCDF (_FillValue, scale_factor, ...) are honoured: unpacked values, NaN where missing."""
 
 
 @dataclasses.dataclass(frozen=True)

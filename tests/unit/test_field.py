@@ -152,7 +152,10 @@ def broken(words: np.ndarray) -> np.ndarray:
 
 REFUSED: dict[str, tuple[FieldSpec, str]] = {
     "compound": (FieldSpec("points"), r'"points" has type compound .*name one of its members \(id, place, name, ok\)'),
-    "text member": (FieldSpec("points", member="name"), r"which no tensor can hold; name one of its members"),
+    "text member": (
+        FieldSpec("points", member="name"),
+        r"has a member \"name\" of type .*which no tensor can hold; give a FieldSpec with decode",
+    ),
     "no such member": (FieldSpec("points", member="z"), 'has members id, place, name, ok; "z" is not there'),
     "no members": (FieldSpec("x", member="a"), 'float64, which has no members; "a" is not there'),
     "words": (FieldSpec("words"), r'"words" has type string \|S4, .*give a FieldSpec with decode'),

@@ -185,7 +185,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no dataspace": (_link(h5py.Empty("f4")), "has no dataspace"),
     "no rows": (_holds(x=np.zeros((0, 3))), "have no rows"),
     "no values": (_holds(x=np.zeros((3, 0))), "hold no values"),
-    "never written": (_never_written, "2 of its 3 chunks was never written"),
+    "never written": (_never_written, "2 of its 3 chunks were never written"),
     "never written, contiguous": (_never_written_contiguous, "all of it was never written"),
     "unknown filter": (_unknown_filter, "filter 32768 .*pip install hdf5plugin"),
     "external link": (_link(h5py.ExternalLink("gone.h5", "/y")), 'external link to "/y" in gone.h5.*cannot be'),
@@ -196,7 +196,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "variable length": (_of_type(h5py.vlen_dtype(np.int32)), "has type variable-length array"),
     "reference": (_of_type(h5py.ref_dtype), "has type object or region reference"),
     "compound": (_of_type(np.dtype([("a", "i4")])), "has type compound"),
-    "array type": (_of_type(np.dtype(("f4", (3,)))), "has type array"),
+    "array type": (_of_type(np.dtype(("S4", (3,)))), "has type array of string"),
     "opaque": (_of_type(np.dtype("V4")), "has type opaque"),
     "long double": (_of_type(np.longdouble), "has type float128"),
 }

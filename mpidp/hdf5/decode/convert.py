@@ -11,17 +11,22 @@ import numpy.typing as npt
 
 from mpidp.errors import DataError
 from mpidp.hdf5.decode.field import Decode, Field
+from mpidp.hdf5.decode.unpack import Packing
 
 Array = npt.NDArray[Any]
 
 
 class Converter:
-    """Copies stored values of one field into memory of its dtype; may be used by several threads."""
+    """Copies stored values of one field of a file into memory of its dtype; may be used by several threads.
 
-    def __init__(self, field: Field, decode: Decode | None = None) -> None:
+    `packing` is that of the file, for a field whose values are unpacked.
+    """
+
+    def __init__(self, field: Field, decode: Decode | None = None, packing: Packing | None = None) -> None:
         assert field.decoded == (decode is not None), field
         self._field = field
         self._decode = decode
+        self._packing = packing if field.unpacked else None
 
     def __call__(self, values: Array, into: Array) -> None:
         """Fill `into` (n, *field.shape) of `field.dtype` with `values` (n, ...) as stored, any byte order.
@@ -50,12 +55,16 @@ class Converter:
         field = self._field
         if field.stored_bfloat16:
             values = widen_bfloat16(values)
+        if self._packing is not None:
+            values = self._packing.unpack(values)
         if field.rescales:
             values = self._rescaled(values)
         if field.is_bfloat16:
             into[...] = narrow_to_bfloat16(values)
             return
         _check_range(values, into.dtype)
+        if into.dtype.kind == "b" and values.dtype.kind != "b":
+            _check_boolean(values)
         np.copyto(into, values, casting="unsafe")
 
     def _decoded(self, values: Array) -> Array:
@@ -106,6 +115,13 @@ def _check_range(values: Array, dtype: np.dtype[Any]) -> None:
             raise DataError(
                 f"holds {value}, which {dtype} cannot hold; give a wider dtype, or write it as float64 or as two fields"
             )
+
+
+def _check_boolean(values: Array) -> None:
+    """Raise `DataError` unless all integers are 0 or 1."""
+    for value in (values.min(), values.max()):
+        if int(value) not in (0, 1):
+            raise DataError(f"holds {value}, which is neither false (0) nor true (1); give dtype, such as uint8")
 
 
 def check_castable(stored: np.dtype[Any], dtype: np.dtype[Any]) -> str:

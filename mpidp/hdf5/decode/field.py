@@ -38,7 +38,10 @@ class FieldSpec:
     uint64 as the next wider signed integer. scale, offset: values become value * scale + offset (float32
     unless `dtype` says otherwise).
     decode: given an array (n, ...) of stored values, such as fixed-length strings or compounds, returns n
-    numbers or arrays of one shape. It is called in threads, for any n of at least 1, before scale and offset.
+    numbers or arrays of one shape. It is called in threads, for any n of at least 1, before scale and offset. Text
+    of varying length comes as bytes objects, opaque data as np.void.
+    cf: whether the attributes `_FillValue`, `missing_value`, `scale_factor` and `add_offset` (CF conventions of
+    netCDF) are honoured: unpacked floating-point values, NaN where there are none, before scale and offset.
 
     Raises `DataError` for what cannot be.
     """
@@ -51,6 +54,7 @@ class FieldSpec:
     scale: float = 1.0
     offset: float = 0.0
     decode: Decode | None = None
+    cf: bool = False
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -63,9 +67,12 @@ class FieldSpec:
             raise DataError(
                 f'field "{self.name}" has scale {self.scale} and offset {self.offset}; give finite, scale not 0'
             )
-        if self.rescales and self.dtype and np.dtype(self._target).kind not in "fc" and self.dtype != BFLOAT16:
+        if self.cf and (self.decode or self.member):
+            raise DataError(f'field "{self.name}" has cf and decode or member; attributes describe whole datasets')
+        floating = not self.dtype or self.dtype == BFLOAT16 or np.dtype(self.dtype).kind in "fc"
+        if (self.rescales or self.cf) and not floating:
             raise DataError(
-                f'field "{self.name}" has scale or offset and dtype {self.dtype}; give a floating-point dtype'
+                f'field "{self.name}" has scale, offset or cf and dtype {self.dtype}; give a floating-point dtype'
             )
 
     @property
@@ -73,15 +80,11 @@ class FieldSpec:
         """Whether values are multiplied or shifted."""
         return (self.scale, self.offset) != (1.0, 0.0)
 
-    @property
-    def _target(self) -> str:
-        return "u2" if self.dtype == BFLOAT16 else self.dtype or "f4"
-
     def settings(self) -> tuple[Any, ...]:
         """Return everything that ranks must agree on; the decode function by its name."""
         decode = self.decode and f"{self.decode.__module__}.{getattr(self.decode, '__qualname__', type(self.decode))}"
         place = (self.dataset, self.name, self.member, self.axis)
-        return (*place, self.dtype, self.scale, self.offset, decode)
+        return (*place, self.dtype, self.scale, self.offset, decode, self.cf)
 
 
 Fields = Sequence[str | FieldSpec]
@@ -102,7 +105,8 @@ class Field:
 
     name: in the batches. shape: of a sample. axis: of the dataset, from 0, that counts samples.
     stored: dtype in the file (of the member, of what `decode` returns), native byte order; uint16 where
-    `stored_bfloat16`, which NumPy does not know.
+    `stored_bfloat16`, which NumPy does not know. boolean: whether stored 0 and 1 mean false and true. unpacked: dtype
+    of values unpacked as attributes of the file say; empty where they are not.
     """
 
     name: str
@@ -116,6 +120,8 @@ class Field:
     offset: float = 0.0
     stored_bfloat16: bool = False
     decoded: bool = False
+    boolean: bool = False
+    unpacked: str = ""
 
     @property
     def is_bfloat16(self) -> bool:
@@ -129,14 +135,15 @@ class Field:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The dtype in memory: the target, or else `stored` (float32 if rescaled, unsigned integers widened)."""
+        """The dtype in memory: the target, or else `stored` (floating if rescaled, unsigned integers widened)."""
         if self.is_bfloat16:
             return np.dtype("u2")
         if self.target:
             return np.dtype(self.target)
+        values = np.dtype(self.unpacked or self.stored)
         if self.rescales:
-            return self.stored if self.stored.kind in "fc" and not self.stored_bfloat16 else np.dtype("f4")
-        return _WIDER.get(self.stored, self.stored)
+            return values if values.kind in "fc" and not self.stored_bfloat16 else np.dtype("f4")
+        return np.dtype(bool) if self.boolean else _WIDER.get(values, values)
 
     @property
     def dtype_name(self) -> str:
@@ -146,7 +153,7 @@ class Field:
     @property
     def is_direct(self) -> bool:
         """Whether stored values in native byte order are just what batches hold."""
-        plain = not (self.member or self.decoded or self.rescales)
+        plain = not (self.member or self.decoded or self.rescales or self.unpacked)
         return plain and self.dtype == self.stored and self.is_bfloat16 == self.stored_bfloat16
 
     @property

@@ -120,8 +120,8 @@ def _without_checksum(data: Any) -> Any:
 def _inflate(data: Any, values: tuple[int, ...], out: Bytes) -> Bytes:
     if imagecodecs is not None:
         return _filled(imagecodecs.deflate_decode(data, out=out), out)
-    inflated = zlib.decompress(data, bufsize=len(out))
-    return np.frombuffer(inflated, np.uint8)
+    # One byte more than there should be, so that too many are noticed and not all of them are made.
+    return np.frombuffer(zlib.decompressobj().decompress(data, len(out) + 1), np.uint8)
 
 
 def _unshuffle(data: Any, values: tuple[int, ...], out: Bytes) -> Bytes:
@@ -155,15 +155,18 @@ def _filled(decoded: Any, out: Bytes) -> Bytes:
 def _bitshuffle(data: Any, values: tuple[int, ...], out: Bytes) -> Bytes:
     """Undo bitshuffle (Masui et al. 2015), whose blocks are perhaps compressed one by one with LZ4 or Zstandard."""
     width, compression = values[2], values[4] if len(values) > 4 else 0
-    view = memoryview(data)
+    view, count = memoryview(data), len(out) // width
     if compression == 0:
         default_block = max(8192 // width // 8 * 8, 128)
         block = (values[3] if len(values) > 3 else 0) or default_block
-        _unbitshuffle(view, width, block, out)
+        # A block larger than the data is the whole of them, but for a rest of fewer than 8 elements.
+        _unbitshuffle(view, width, min(block, max(8, count // 8 * 8)), out)
         return out
     total, block_bytes = struct.unpack(">QI", view[:12])
     if total != len(out):
         raise DataError(f"bitshuffle holds {total} bytes where {len(out)} were expected")
+    if block_bytes == 0 or block_bytes % (8 * width):
+        raise DataError(f"bitshuffle has blocks of {block_bytes} bytes, and elements of {width}")
     decode = imagecodecs.lz4_decode if compression == 2 else imagecodecs.zstd_decode
     place, start = 12, 0
     # The last block is shorter, in multiples of 8 elements; fewer than 8 elements at the end are stored as they are.

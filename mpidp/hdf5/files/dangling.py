@@ -11,11 +11,13 @@ from typing import Any
 
 import h5py
 
+from mpidp.hdf5.files.damage import HDF5_ERRORS
+from mpidp.hdf5.files.netcdf import is_dimension_only, small_attribute
+
 # A group with so many groups in it is taken to hold a group for each sample.
 MANY_GROUPS = 100
 # No dataset that somebody means to read has more pieces; a damaged shape may have any number of them.
 _MOST_CHUNKS = 1 << 26
-_NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable"
 _PYTABLES_INDEX = ("INDEX", "TINDEX", "DINDEX")
 _SPARSE_PARTS = ("data", "indices", "indptr")
 
@@ -73,12 +75,6 @@ def named(names: list[str] | tuple[str, ...], most: int = 10) -> str:
     return ", ".join(names[:most]) + more
 
 
-def text_of(value: Any) -> str:
-    """Return the text of an attribute, whatever way its writer stored it; "" for what is no text."""
-    value = value.item() if hasattr(value, "item") and getattr(value, "size", 0) == 1 else value
-    return value.decode(errors="replace") if isinstance(value, bytes) else value if isinstance(value, str) else ""
-
-
 class _Walk:
     """A walk through an open file or group."""
 
@@ -99,7 +95,7 @@ class _Walk:
             try:
                 link = group.get(name, getlink=True)
                 is_here = isinstance(link, h5py.HardLink) or self._follow(group, name, way, link)
-            except Exception as error:  # as below
+            except HDF5_ERRORS as error:
                 self.tree.damaged.append((way, f"cannot be opened: {error}"))
                 continue
             if is_here and self._object(group, name, way, internal):
@@ -119,9 +115,9 @@ class _Walk:
                 return True
             if isinstance(item, h5py.Dataset):
                 self.tree.datasets.append(way)
-                if what := internal or _internal_dataset(item):
+                if what := internal or ("a dimension of netCDF without a variable" if is_dimension_only(item) else ""):
                     self.tree.internal[way] = what
-        except Exception as error:  # h5py raises anything for a damaged object; what lies beside it may be sound
+        except HDF5_ERRORS as error:  # what lies beside it may be sound
             self.tree.damaged.append((way, f"cannot be opened: {error}"))
         return False
 
@@ -139,21 +135,16 @@ class _Walk:
 
 
 def _internal_group(group: Any, way: str, tree: Tree) -> str:
-    if text_of(group.attrs.get("CLASS")) in _PYTABLES_INDEX:
+    if str(small_attribute(group, "CLASS")) in _PYTABLES_INDEX:
         return "part of an index of PyTables"
-    encoding = text_of(group.attrs.get("encoding-type")) or text_of(group.attrs.get("h5sparse_format"))
+    encoding = small_attribute(group, "encoding-type") or small_attribute(group, "h5sparse_format")
     if not all(group.get(part, getclass=True) is h5py.Dataset for part in _SPARSE_PARTS):
         return ""
-    shape = next((group.attrs[name] for name in ("shape", "h5sparse_shape") if name in group.attrs), None)
+    found = (small_attribute(group, name) for name in ("shape", "h5sparse_shape"))
+    shape = next((value for value in found if value is not None), None)
     size = "" if shape is None else " of " + " x ".join(str(int(length)) for length in shape)
     tree.sparse.append((way, f"a sparse matrix{size} ({encoding or 'data, indices, indptr'})"))
     return f"part of the sparse matrix {way}"
-
-
-def _internal_dataset(dataset: Any) -> str:
-    if text_of(dataset.attrs.get("NAME")).startswith(_NO_VARIABLE):
-        return "a dimension of netCDF without a variable"
-    return ""
 
 
 def too_large(dataset: Any) -> str:

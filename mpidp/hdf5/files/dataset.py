@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from mpidp.hdf5.decode.field import Decode, Field
 from mpidp.hdf5.decode.storage import Storage
+from mpidp.hdf5.decode.unpack import Packing
 from mpidp.hdf5.order.keyed import IntArray
 
 
@@ -24,7 +25,7 @@ class StoredFile:
     `range_rows` rows are read together: some chunks of the field with most bytes a row, or about 1 MiB where
     nothing is chunked. `sizes` are the bytes of this file and of those that its external links lead to, by
     path. For each field, `storages` says where its bytes lie; where they can only be read by HDF5 itself that
-    is None, and `slow` says why.
+    is None, and `slow` says why. `packings`: how values of fields that are unpacked are packed in this file.
     """
 
     path: str
@@ -34,6 +35,7 @@ class StoredFile:
     chunked: bool
     storages: tuple[Storage | None, ...]
     slow: tuple[str, ...]
+    packings: tuple[Packing | None, ...]
 
     def moved(self, places: Mapping[str, str]) -> "StoredFile":
         """Return the same file, copied; `places` has the path of each copy by that of its source.

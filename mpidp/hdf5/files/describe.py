@@ -6,12 +6,14 @@ Everything that can be known to be wrong with the files is said here, before tra
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from mpidp.errors import DataError
 from mpidp.hdf5.decode.field import Decode, Field, Fields, FieldSpec, field_specs
+from mpidp.hdf5.decode.storage import Storage
+from mpidp.hdf5.files.damage import damage_told
 from mpidp.hdf5.files.dataset import DataSet, StoredFile
 from mpidp.hdf5.files.file import inspect, open_file
 from mpidp.hdf5.files.found import FoundDataset
@@ -76,12 +78,12 @@ def _distinct(paths: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _describe_file(path: str, specs: Sequence[FieldSpec], allow_holes: bool) -> tuple[StoredFile, tuple[Field, ...]]:
-    with open_file(path, cache_bytes=0) as file, _damage_is_told(path):
+    with open_file(path, cache_bytes=0) as file, damage_told(path):
         found = [FoundDataset(path, spec, inspect(file, spec.dataset)) for spec in specs]
         for each in found:
             each.check(allow_holes)
         num_rows = _common_rows(path, found)
-        located = [locate(file[each.spec.dataset], each.raw, each.axis) for each in found]
+        located = [_located(file, each) for each in found]
         homes = [path, *(file[spec.dataset].file.filename for spec in specs)]
         fields = tuple(each.field(file) for each in found)
     stored = StoredFile(
@@ -92,17 +94,14 @@ def _describe_file(path: str, specs: Sequence[FieldSpec], allow_holes: bool) -> 
         chunked=any(each.facts.chunks for each in found),
         storages=tuple(None if isinstance(place, str) else place for place in located),
         slow=tuple(place if isinstance(place, str) else "" for place in located),
+        packings=tuple(each.packing for each in found),
     )
     return stored, fields
 
 
-@contextmanager
-def _damage_is_told(path: str) -> Iterator[None]:
-    """Raise `DataError` for what HDF5 cannot make sense of."""
-    try:
-        yield
-    except (RuntimeError, OSError) as error:
-        raise DataError(f"{path}: cannot be read; the file may be damaged. HDF5 says: {error}") from error
+def _located(file: Any, found: FoundDataset) -> Storage | str:
+    with damage_told(found.path, found.spec.dataset):
+        return locate(file[found.spec.dataset], found.facts.raw, found.axis)
 
 
 def _common_rows(path: str, found: Sequence[FoundDataset]) -> int:

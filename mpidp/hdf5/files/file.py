@@ -1,6 +1,6 @@
 """Enters: the path of an HDF5 file and the name of a dataset in it. Leaves: an open file, or plain facts.
 
-The only module that imports h5py. Files are opened read-only and without locks, which many cluster file
+Files are opened read-only and without locks, which many cluster file
 systems do not have. What HDF5 reports as an error leaves as a `DataError` that says what to do.
 """
 
@@ -9,8 +9,7 @@ import math
 import os
 import re
 from contextlib import suppress
-from dataclasses import dataclass
-from difflib import get_close_matches
+from dataclasses import dataclass, field
 from typing import Any
 
 import h5py
@@ -18,21 +17,29 @@ import numpy as np
 
 from mpidp.errors import DataError
 from mpidp.hdf5.decode.retry import error_number, retried
+from mpidp.hdf5.decode.unpack import Packing
+from mpidp.hdf5.files.damage import HDF5_ERRORS, damage_told
+from mpidp.hdf5.files.missing import check_links, no_dataset, other_object
+from mpidp.hdf5.files.netcdf import cf_attributes, is_dimension_only, small_attribute
+from mpidp.hdf5.files.types import stored_type
 
 with suppress(ImportError):
     import hdf5plugin  # noqa: F401  # where installed, importing it makes its filters known to HDF5
 
-_MOST_LISTED = 20
 # Chunks whose numbers share a slot push each other out: many more slots than chunks that fit, and a prime number.
 _CACHE_SLOTS = 10_007
+_APART = "mpidp-apart"
+h5py.register_driver(_APART, lambda plist: plist.set_fapl_log(b"", 0, 0))
 
 
 @dataclass(frozen=True)
 class Facts:
     """What is known of a dataset; `shape` is None without a dataspace.
 
-    `dtype` is that of plain numbers in native byte order, or None; `raw` is the dtype of anything of fixed
-    size as it lies in the file: byte order, members of compounds, lengths of strings. bfloat16 is uint16 in both.
+    `dtype` is that of plain numbers in native byte order, or None; `raw`, `type_name`, `booleans` and `left_out` are
+    those of its `StoredType`. `packing` is what attributes of netCDF's say, and `dimension_only` that it is a
+    dimension of netCDF's, no variable. `unwritten` and `elsewhere` say which part was never written, and where the
+    values lie if not in this dataset; or "".
     """
 
     shape: tuple[int, ...] | None
@@ -45,6 +52,10 @@ class Facts:
     unwritten: str
     elsewhere: str
     matlab_class: str
+    dimension_only: bool = False
+    booleans: frozenset[str] = frozenset()
+    left_out: dict[str, str] = field(default_factory=dict)
+    packing: Packing | None = None
 
 
 def open_file(path: str, cache_bytes: int) -> Any:
@@ -62,9 +73,20 @@ def open_file(path: str, cache_bytes: int) -> Any:
         raise DataError(f"{path}: {_open_problem(path, error)}") from error
 
 
-def _open(path: str, cache_bytes: int) -> Any:
+def open_apart(path: str, cache_bytes: int) -> Any:
+    """Return the open file as `open_file` does, and leave the user's own program free to open it as it likes.
+
+    HDF5 takes all openings of a file by one driver for one, which must lock alike and cannot be written to while one
+    of them reads. The driver "log", which logs nothing here, is the usual one by another name.
+    """
+    with suppress(OSError):  # a file that is open for writing, in this process too, is only opened as one with that
+        return _open(path, cache_bytes, driver=_APART)
+    return open_file(path, cache_bytes)
+
+
+def _open(path: str, cache_bytes: int, **options: Any) -> Any:
     try:
-        return h5py.File(path, "r", locking=False, rdcc_nbytes=cache_bytes, rdcc_nslots=_CACHE_SLOTS)
+        return h5py.File(path, "r", locking=False, rdcc_nbytes=cache_bytes, rdcc_nslots=_CACHE_SLOTS, **options)
     except OSError as error:
         if "locking flag" not in str(error):
             raise
@@ -75,28 +97,42 @@ def _open(path: str, cache_bytes: int) -> Any:
 def inspect(file: Any, name: str) -> Facts:
     """Return the facts of dataset `name` of an open file.
 
-    Raises `DataError` when there is no such dataset, naming those that there are.
+    Raises `DataError` when there is no such dataset, naming some that there are, and when it is damaged.
     """
     try:
+        check_links(file, name)
         item = file[name]
-    except (KeyError, OSError, RuntimeError, ValueError) as error:
-        raise DataError(f"{file.filename}: {_missing_problem(file, name, str(error))}") from error
-    if not isinstance(item, h5py.Dataset):
-        kind = "a group" if isinstance(item, h5py.Group) else "a named datatype"
-        raise DataError(f'{file.filename}: "{name}" is {kind}, not a dataset; {_offer(file, name)}')
-    raw, type_name = _type(item)
-    bfloat16 = type_name == "bfloat16"
+    except DataError:
+        raise
+    except HDF5_ERRORS as error:
+        with damage_told(file.filename, name):
+            raise DataError(f"{file.filename}: {no_dataset(file, name, error)}") from error
+    with damage_told(file.filename, name):
+        if not isinstance(item, h5py.Dataset):
+            raise DataError(f"{file.filename}: {other_object(file, name, item)}")
+        return _facts(item)
+
+
+def _facts(item: Any) -> Facts:
+    stored = stored_type(item.id.get_type())
+    raw = stored.raw
+    dtype = None if raw is None or raw.kind in "VS" else raw.newbyteorder("=")
+    bfloat16 = stored.name == "bfloat16"
     return Facts(
         shape=item.shape,
-        dtype=None if raw is None or raw.kind in "VS" else raw.newbyteorder("="),
+        dtype=dtype,
         raw=raw,
         bfloat16=bfloat16,
-        type_name=type_name,
+        type_name=stored.name,
         chunks=item.chunks,
         unknown_filters=_unknown_filters(item),
-        unwritten=_unwritten(item),
+        unwritten=unwritten(item),
         elsewhere=_elsewhere(item),
-        matlab_class=_text(item.attrs["MATLAB_class"]) if "MATLAB_class" in item.attrs else "",
+        matlab_class=str(small_attribute(item, "MATLAB_class") or ""),
+        dimension_only=is_dimension_only(item),
+        booleans=stored.booleans,
+        left_out=stored.left_out,
+        packing=None if dtype is None or bfloat16 or stored.booleans else cf_attributes(item, dtype),
     )
 
 
@@ -124,88 +160,6 @@ def _open_problem(path: str, error: OSError) -> str:
     return f"cannot be opened. HDF5 says: {text}"
 
 
-def _missing_problem(file: Any, name: str, text: str) -> str:
-    link = _broken_link(file, name)
-    if link:
-        return f'"{name}" cannot be reached: {link}'
-    if "doesn't exist" in text or "not found" in text:
-        return f'no dataset "{name}"; {_offer(file, name)}'
-    return f'dataset "{name}" cannot be opened; the file may be damaged. HDF5 says: {text}'
-
-
-def _broken_link(file: Any, name: str) -> str:
-    """Return what the first external or soft link on the way to `name` points to, or "" if there is none."""
-    group, way = file, ""
-    for part in name.strip("/").split("/"):
-        way = f"{way}/{part}"
-        link = group.get(part, getlink=True)
-        if isinstance(link, h5py.ExternalLink):
-            folder = os.path.dirname(file.filename)
-            return (
-                f'{way} is an external link to "{link.path}" in {link.filename}, which cannot be opened from '
-                f"{folder}; put that file there or give its path instead"
-            )
-        if isinstance(link, h5py.SoftLink):
-            return f'{way} is a link to "{link.path}", which does not exist'
-        group = group.get(part)
-        if not isinstance(group, h5py.Group):
-            break
-    return ""
-
-
-def _offer(file: Any, name: str) -> str:
-    """Return the nearest name and a list of the datasets in the file, for an error message."""
-    names: list[str] = []
-    listed: list[str] = []
-
-    def visit(path: str, item: Any) -> bool | None:
-        if isinstance(item, h5py.Dataset):
-            names.append(path)
-            listed.append(f"{path} {item.shape} {_type(item)[1]}")
-        return True if len(names) > _MOST_LISTED else None
-
-    file.visititems(visit)
-    near = get_close_matches(name.strip("/"), names, n=1)
-    guess = f'did you mean "{near[0]}"? ' if near else ""
-    more = ", ..." if len(listed) > _MOST_LISTED else ""
-    return f"{guess}The file holds: {', '.join(listed[:_MOST_LISTED]) or 'no datasets'}{more}"
-
-
-def _type(dataset: Any) -> tuple[np.dtype[Any] | None, str]:
-    """Return the dtype of the values on disk (None if their size varies or NumPy has none) and its name."""
-    try:
-        dtype = dataset.dtype
-    except (TypeError, KeyError, ValueError) as error:  # KeyError: VAX byte order
-        return None, f"a type without NumPy equivalent ({error!r})"
-    if _is_bfloat16(dataset.id.get_type()):
-        return np.dtype("u2").newbyteorder(dataset.id.get_type().dtype.byteorder), "bfloat16"
-    if h5py.check_string_dtype(dtype) is not None and dtype.kind == "S":
-        return dtype, f"string {dtype}"
-    enum = h5py.check_enum_dtype(dtype)
-    if enum is not None:
-        return np.dtype(dtype.str), f"enum {dtype.str}"
-    special = {
-        "string of variable length": h5py.check_string_dtype,
-        "variable-length array": h5py.check_vlen_dtype,
-        "object or region reference": h5py.check_ref_dtype,
-    }
-    for type_name, check in special.items():
-        if check(dtype) is not None:
-            return None, type_name
-    if dtype.kind == "V" and dtype.names:
-        return (None if dtype.hasobject else dtype), f"compound {dtype}"
-    if dtype.kind in "VOSUmM":
-        return None, f"{'array' if dtype.subdtype else 'opaque' if dtype.kind == 'V' else 'special type'} {dtype}"
-    return dtype, str(dtype)
-
-
-def _is_bfloat16(kind: Any) -> bool:
-    """Whether a type of HDF5 is bfloat16, which h5py reads as float32: the upper half of one."""
-    if not isinstance(kind, h5py.h5t.TypeFloatID) or kind.get_size() != 2:
-        return False
-    return bool(kind.get_fields() == (15, 7, 8, 0, 7) and kind.get_ebias() == 127)
-
-
 def _unknown_filters(dataset: Any) -> tuple[str, ...]:
     plist = dataset.id.get_create_plist()
     filters = [plist.get_filter(number) for number in range(plist.get_nfilters())]
@@ -216,7 +170,7 @@ def _unknown_filters(dataset: Any) -> tuple[str, ...]:
     )
 
 
-def _unwritten(dataset: Any) -> str:
+def unwritten(dataset: Any) -> str:
     """Return which part of the dataset was never written, or ""; HDF5 would invent fill values for it."""
     if not dataset.shape or 0 in dataset.shape or dataset.is_virtual:
         return ""

@@ -4,6 +4,7 @@ Addresses are not trusted before values decoded from them equal those that HDF5 
 them, and a filter or a type may hold a surprise.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -16,23 +17,33 @@ import numpy.typing as npt
 from mpidp.errors import DataError
 from mpidp.hdf5.decode.convert import narrow_to_bfloat16
 from mpidp.hdf5.decode.decode import Decoder
-from mpidp.hdf5.decode.filters import NAMES, obstacle
+from mpidp.hdf5.decode.filters import BITSHUFFLE, NAMES, SHUFFLE, obstacle
 from mpidp.hdf5.decode.raw_file import RawFiles
 from mpidp.hdf5.decode.storage import Filter, Storage
-from mpidp.hdf5.order.keyed import IntArray
+from mpidp.hdf5.files.file import unwritten
+from mpidp.hdf5.files.types import is_complete
+from mpidp.hdf5.order.keyed import IntArray, WordArray
 
 _CHECK_BYTES = 4 * 2**20
+# What a damaged shape of chunks may not ask for. HDF5 knew no larger chunks before version 2.
+_MOST_CHUNK_BYTES = 2**32 - 1
+_MOST_CHUNKS = 2**26
 
 
-def locate(dataset: Any, dtype: np.dtype[Any], axis: int) -> Storage | str:
+def locate(dataset: Any, dtype: np.dtype[Any] | None, axis: int) -> Storage | str:
     """Return the storage of a dataset whose values are `dtype` on disk, or why it cannot be read without HDF5.
 
     `axis`, at least 0, counts the samples.
     """
+    if not _fill_is_defined(dataset) and unwritten(dataset):
+        raise DataError(f"{_where(dataset)} has parts that were never written, and no fill value; write it again")
+    if dtype is None or dtype.subdtype:
+        return "its values are not single numbers"
     filters = filters_of(dataset)
     reason = _type_obstacle(dataset, dtype) or obstacle(filters)
     if reason:
         return reason
+    _check_element_size(dataset, filters, dtype)
     found = _chunked(dataset, dtype, axis, filters) if dataset.chunks else _unchunked(dataset, dtype, axis)
     if isinstance(found, str):
         return found
@@ -49,8 +60,26 @@ def filters_of(dataset: Any) -> tuple[Filter, ...]:
     )
 
 
+def _where(dataset: Any) -> str:
+    return f'{dataset.file.filename}: dataset "{dataset.name}"'
+
+
+def _check_element_size(dataset: Any, filters: tuple[Filter, ...], dtype: np.dtype[Any]) -> None:
+    """Raise `DataError` where a filter was told of elements of another size: a loop over them might not end."""
+    for step in filters:
+        place = {SHUFFLE: 0, BITSHUFFLE: 2}.get(step.number)
+        if place is not None and step.values[place : place + 1] != (dtype.itemsize,):
+            found = ", ".join(map(str, step.values[place : place + 1])) or "no size"
+            raise DataError(
+                f"{_where(dataset)}: filter {step.name} was told of elements of {found} bytes, and they have "
+                f"{dtype.itemsize}; the file is damaged: write it again"
+            )
+
+
 def _type_obstacle(dataset: Any, dtype: np.dtype[Any]) -> str:
     kind = dataset.id.get_type()
+    if not is_complete(kind, dtype):
+        return "its records have members that vary in length or that NumPy does not know"
     if kind.get_size() != dtype.itemsize:
         return f"its type takes {kind.get_size()} bytes on disk, {dtype.itemsize} in memory"
     if isinstance(kind, h5py.h5t.TypeIntegerID) and kind.get_precision() != 8 * kind.get_size():
@@ -65,8 +94,15 @@ def _type_obstacle(dataset: Any, dtype: np.dtype[Any]) -> str:
 
 def _chunked(dataset: Any, dtype: np.dtype[Any], axis: int, filters: tuple[Filter, ...]) -> Storage:
     grid = tuple(-(-length // step) for length, step in zip(dataset.shape, dataset.chunks, strict=True))
-    table = np.full((int(np.prod(grid, dtype=np.int64)), 3), (-1, 0, 0), dtype=np.int64)
+    count, chunk_bytes = math.prod(grid), math.prod(dataset.chunks) * dtype.itemsize
+    if count > _MOST_CHUNKS or chunk_bytes > _MOST_CHUNK_BYTES:
+        raise DataError(
+            f"{_where(dataset)} has {count} chunks of {chunk_bytes} bytes; at most {_MOST_CHUNKS} can be read, of "
+            f"{_MOST_CHUNK_BYTES} bytes. Unless the file is damaged, write it with others (mpidp data convert)"
+        )
     places, facts = _chunk_table(dataset)
+    _check_chunks(dataset, places, facts, chunk_bytes, filters)
+    table = np.full((count, 3), (-1, 0, 0), dtype=np.int64)
     if len(places):
         table[_checked_cells(dataset, places, grid)] = facts
     by_block = np.moveaxis(table.reshape(*grid, 3), axis, 0).reshape(grid[axis], -1, 3)
@@ -83,6 +119,24 @@ def _chunked(dataset: Any, dtype: np.dtype[Any], axis: int, filters: tuple[Filte
         sizes=np.ascontiguousarray(by_block[:, :, 1]),
         masks=masks if masks.any() else None,
         fill=_fill(dataset, dtype),
+    )
+
+
+def _check_chunks(
+    dataset: Any, places: IntArray, facts: WordArray, chunk_bytes: int, filters: tuple[Filter, ...]
+) -> None:
+    """Raise `DataError` for a chunk that does not lie within the file, or has not the size it must have."""
+    file_bytes = np.uint64(dataset.file.id.get_filesize())
+    offsets, sizes, masks = facts.T
+    within = (offsets <= file_bytes) & (sizes <= file_bytes - np.minimum(offsets, file_bytes))
+    every = np.uint64((1 << len(filters)) - 1)
+    sound = within & ((masks & every != every) | (sizes == chunk_bytes))  # what no filter changed has its size
+    if sound.all():
+        return
+    first = int(np.argmin(sound))
+    raise DataError(
+        f"{_where(dataset)}: the chunk at {tuple(places[first].tolist())} is said to be {sizes[first]} bytes at byte "
+        f"{offsets[first]} of a file of {file_bytes} bytes; the file is damaged: write it again"
     )
 
 
@@ -118,12 +172,18 @@ def _check_lookup(dataset: Any, storage: Storage) -> None:
 
 def _damaged_index(dataset: Any) -> DataError:
     return DataError(
-        f'{dataset.file.filename}: dataset "{dataset.name}": its index of chunks is damaged, and HDF5 would read '
+        f"{_where(dataset)}: its index of chunks is damaged, and HDF5 would read "
         "chunks that it does not find as fill values; write it again"
     )
 
 
+def _fill_is_defined(dataset: Any) -> bool:
+    return bool(dataset.id.get_create_plist().fill_value_defined() != h5py.h5d.FILL_VALUE_UNDEFINED)
+
+
 def _fill(dataset: Any, dtype: np.dtype[Any]) -> bytes:
+    if not _fill_is_defined(dataset):
+        return b""  # nothing reads as it: every chunk was written
     if _is_bfloat16(dataset, dtype):
         return narrow_to_bfloat16(np.array([dataset.fillvalue])).astype(dtype).tobytes()
     return np.asarray(dataset.fillvalue, dtype=dtype).tobytes()
@@ -134,8 +194,10 @@ def _is_bfloat16(dataset: Any, dtype: np.dtype[Any]) -> bool:
     return dtype.kind == "u" and isinstance(dataset.id.get_type(), h5py.h5t.TypeFloatID)
 
 
-def _chunk_table(dataset: Any) -> tuple[IntArray, IntArray]:
+def _chunk_table(dataset: Any) -> tuple[IntArray, WordArray]:
     """Return the first element (n, axes) and (offset, size, mask) (n, 3) of each chunk that was written.
+
+    Ends once there are more than fit the dataset, which only a damaged index lists.
 
     `chunk_iter` visits the index once. Asking for chunk after chunk searches it anew each time: 74 s where
     32,000 chunks take 0.05 s so.
@@ -143,13 +205,15 @@ def _chunk_table(dataset: Any) -> tuple[IntArray, IntArray]:
     places: list[tuple[int, ...]] = []
     facts: list[tuple[int, int, int]] = []
 
-    def note(info: Any) -> None:
+    most = math.prod(-(-length // step) for length, step in zip(dataset.shape, dataset.chunks, strict=True))
+
+    def note(info: Any) -> bool | None:
         places.append(info.chunk_offset)
         facts.append((info.byte_offset, info.size, info.filter_mask))
+        return True if len(places) > most else None
 
     dataset.id.chunk_iter(note)
-    # Nothing lies beyond 2^63, but a damaged index may say so: reading there then fails.
-    table = np.array(facts, np.uint64).astype(np.int64)
+    table = np.array(facts, np.uint64).reshape(len(facts), 3)
     return np.array(places, np.uint64).astype(np.int64).reshape(len(places), len(dataset.shape)), table
 
 
@@ -158,6 +222,13 @@ def _unchunked(dataset: Any, dtype: np.dtype[Any], axis: int) -> Storage | str:
         return "without chunks, rows can only be read along the first axis"
     inline = b""
     offset = dataset.id.get_offset()
+    num_bytes = math.prod(dataset.shape) * dtype.itemsize
+    room = dataset.file.id.get_filesize() - (offset or 0)
+    if num_bytes > room:
+        raise DataError(
+            f"{_where(dataset)} needs {num_bytes} bytes, and the file has {max(0, room)} where they would lie; it is "
+            "damaged: write it again"
+        )
     if dataset.id.get_create_plist().get_layout() == h5py.h5d.COMPACT:
         values = np.empty(dataset.shape, dtype)
         dataset.id.read(h5py.h5s.ALL, h5py.h5s.ALL, values, dataset.id.get_type())

@@ -7,15 +7,16 @@ so that is all that may use a reader.
 from collections import OrderedDict
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
-from mpidp.errors import DataError
+from mpidp.errors import DataError, MpidpError
 from mpidp.hdf5.decode.convert import narrow_to_bfloat16
 from mpidp.hdf5.decode.field import Field
 from mpidp.hdf5.decode.retry import retried
+from mpidp.hdf5.files.damage import HDF5_ERRORS
 from mpidp.hdf5.files.dataset import DataSet
-from mpidp.hdf5.files.file import open_file
+from mpidp.hdf5.files.file import open_apart
+from mpidp.hdf5.files.types import read_rows
 
 _LEAST_CACHE_BYTES = 8 * 2**20
 _MOST_CACHE_BYTES = 256 * 2**20
@@ -32,7 +33,6 @@ class Reader:
         # of one file, so that the memory of the caches does not grow with the number of files.
         self._current = -1
         self._datasets: dict[str, Any] = {}
-        self._axes = {field.name: field.axis for field in dataset.fields}
         # Two chunks: a lane may end inside a chunk, and the next lane then finds the rest decoded.
         largest = max(file.range_rows for file in dataset.files) * max(f.row_bytes for f in dataset.fields)
         self._cache_bytes = min(max(_LEAST_CACHE_BYTES, 2 * largest), _MOST_CACHE_BYTES)
@@ -40,12 +40,14 @@ class Reader:
     def read(self, file: int, field: Field, start: int, stop: int) -> npt.NDArray[Any]:
         """Return rows [start, stop) of a file as an array (stop - start, ...) of stored values.
 
-        They are in native byte order, compounds whole, bfloat16 as its bits in uint16. Raises `DataError` when
-        they cannot be read (after a few attempts where the error may pass).
+        Of compounds they have the member of the field, if it has one; bfloat16 is its bits in uint16. Raises
+        `DataError` when they cannot be read (after a few attempts where the error may pass).
         """
         try:
             values = retried(lambda: self._read(file, field, start, stop))
-        except (OSError, KeyError) as error:  # KeyError: the file was replaced by one without the dataset
+        except MpidpError:
+            raise
+        except HDF5_ERRORS as error:  # KeyError: the file was replaced by one without the dataset
             raise DataError(f"cannot be read; the file may be damaged. HDF5 says: {error}") from error
         return narrow_to_bfloat16(values) if field.stored_bfloat16 else values
 
@@ -58,20 +60,18 @@ class Reader:
         try:
             if file != self._current:
                 self._turn_to(file)
-            axis = self._axes[field.name]
-            values: npt.NDArray[Any] = self._datasets[field.name][(slice(None),) * axis + (slice(start, stop),)]
+            return read_rows(self._datasets[field.name], field.member, field.axis, start, stop)
         except OSError:
             # A stale handle stays stale: the next attempt, if any, opens the file anew.
             self._close(file)
             raise
-        return np.moveaxis(values, axis, 0)
 
     def _turn_to(self, file: int) -> None:
         self._forget_current()
         if file not in self._open:
             while len(self._open) >= self._most_open:
                 self._close(next(iter(self._open)))
-            self._open[file] = open_file(self._dataset.files[file].path, self._cache_bytes)
+            self._open[file] = open_apart(self._dataset.files[file].path, self._cache_bytes)
         self._open.move_to_end(file)
         self._datasets = {field.name: self._open[file][field.dataset] for field in self._dataset.fields}
         self._current = file

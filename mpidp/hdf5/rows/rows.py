@@ -40,7 +40,13 @@ class RowReader:
         self._decoder = Decoder(self._files)
         self._by_hdf5 = Reader(dataset)
         self._hdf5_lock = threading.Lock()
-        self._converters = [Converter(field, dataset.decoders.get(field.name)) for field in dataset.fields]
+        self._converters = [
+            [
+                Converter(field, dataset.decoders.get(field.name), packing)
+                for field, packing in zip(dataset.fields, file.packings, strict=True)
+            ]
+            for file in dataset.files
+        ]
         self._cache: Cache[tuple[int, int, int], Array] = Cache(cache_bytes, lambda array: array.nbytes)
         self._held: dict[tuple[int, int], Array] = {}
         self._small_lock = threading.Lock()
@@ -84,7 +90,7 @@ class RowReader:
         elif self._ways[file][number] == "kept" or (is_cut and self._is_worth_keeping(storage)):
             self._read_kept(file, number, storage, start, stop, into)
         else:
-            self._decode(number, storage, start, stop, into)
+            self._decode(file, number, storage, start, stop, into)
 
     def close(self) -> None:
         """Close all files. Reading opens them again."""
@@ -118,7 +124,7 @@ class RowReader:
     def _read_by_hdf5(self, file: int, number: int, start: int, stop: int, into: Array) -> None:
         with self._hdf5_lock:
             values = self._by_hdf5.read(file, self._dataset.fields[number], start, stop)
-        self._converters[number](values, into)
+        self._converters[file][number](values, into)
 
     def _small(self, file: int, number: int) -> Array:
         """Return all rows of a small field of a file."""
@@ -134,20 +140,20 @@ class RowReader:
         for block in range(start // storage.block_rows, (stop - 1) // storage.block_rows + 1):
             begin = block * storage.block_rows
             end = begin + storage.block_height(block)
-            values = self._cache.get((file, number, block), partial(self._made, number, storage, begin, end))
+            values = self._cache.get((file, number, block), partial(self._made, file, number, storage, begin, end))
             low, high = max(start, begin), min(stop, end)
             into[low - start : high - start] = values[low - begin : high - begin]
 
-    def _made(self, number: int, storage: Storage, start: int, stop: int) -> Array:
+    def _made(self, file: int, number: int, storage: Storage, start: int, stop: int) -> Array:
         field = self._dataset.fields[number]
         values = np.empty((stop - start, *field.shape), field.dtype)
-        self._decode(number, storage, start, stop, values)
+        self._decode(file, number, storage, start, stop, values)
         return values
 
-    def _decode(self, number: int, storage: Storage, start: int, stop: int, into: Array) -> None:
+    def _decode(self, file: int, number: int, storage: Storage, start: int, stop: int, into: Array) -> None:
         direct = self._dataset.fields[number].is_direct and storage.dtype.isnative and into.flags.c_contiguous
         room = into.reshape(-1).view(np.uint8) if direct else None
         for part in self._decoder.rows(storage, start, stop, room):
             if not part.in_place:
                 begin = part.start - start
-                self._converters[number](part.values, into[begin : begin + len(part.values)])
+                self._converters[file][number](part.values, into[begin : begin + len(part.values)])

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidp.errors import DataError
+from mpidp.hdf5.files.damage import HDF5_ERRORS, damage_told
 from mpidp.hdf5.files.dangling import Tree, identity, named, too_large, virtual_gaps, walk
 from mpidp.hdf5.files.file import Facts, inspect, open_file
 from mpidp.hdf5.files.raw import fill_bytes, raw_block
@@ -127,13 +128,9 @@ class HDF5Source(Source):
 
     def _facts(self, name: str) -> Facts:
         where = f'{self._path}: dataset "{name}"'
-        try:
+        with damage_told(self._path, name):
             facts = inspect(self._file, name)
             is_elsewhere = identity(self._file[name])[0] != identity(self._file)[0]
-        except DataError:
-            raise
-        except Exception as error:  # h5py raises anything for a damaged object
-            raise DataError(f"{where} cannot be read; it may be damaged. HDF5 says: {error}") from error
         elsewhere = "reached by an external link" if is_elsewhere else facts.elsewhere
         is_own = elsewhere.endswith(" over .")  # a virtual dataset over datasets of its own file
         if elsewhere and not is_own and not self._expand:
@@ -178,7 +175,7 @@ class HDF5Source(Source):
             rest = dataset.shape[1:]
             try:
                 block = raw_block(dataset, (first, *(0,) * len(rest)), (last - first + 1, *rest))
-            except Exception as error:  # as above
+            except HDF5_ERRORS as error:
                 raise DataError(
                     f'{self._path}: dataset "{name}", rows {first} to {last} cannot be read; mpidp data verify '
                     f"{self._path} lists all that is damaged. HDF5 says: {error}"

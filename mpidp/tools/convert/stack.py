@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidp.errors import DataError
+from mpidp.hdf5.files.damage import HDF5_ERRORS
 from mpidp.hdf5.files.dangling import named, natural, walk
 from mpidp.hdf5.files.raw import raw_block
 from mpidp.hdf5.order.keyed import IntArray
@@ -42,7 +43,7 @@ class Stack:
             member = f"{self.groups[row]}/{self.members[name]}"
             try:
                 values[place] = raw_block(self.file[member], (0,) * len(field.shape), field.shape)
-            except Exception as error:  # h5py raises anything for a damaged object
+            except HDF5_ERRORS as error:
                 raise DataError(f'{self.path}: dataset "{member}" cannot be read. HDF5 says: {error}') from error
         return values
 

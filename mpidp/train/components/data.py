@@ -96,4 +96,5 @@ def _field_spec(name: str, data: DataSection) -> FieldSpec:
         scale=section.scale,
         offset=section.offset,
         decode=find(f"data.field.{name}.decode", section.decode, {}) if section.decode else None,
+        cf=section.cf,
     )
