@@ -6,6 +6,7 @@ HDF5 fills in for a missing source of a virtual dataset without a word, so only 
 import math
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,8 @@ from mpidp.hdf5.files.netcdf import is_dimension_only, small_attribute
 # A group with so many groups in it is taken to hold a group for each sample.
 MANY_GROUPS = 100
 # No dataset that somebody means to read has more pieces; a damaged shape may have any number of them.
-_MOST_CHUNKS = 1 << 26
+_MOST_CHUNKS, _MOST_MISSING, _MISSING_RATIO = 1 << 26, 1 << 16, 1000
+_MOST_BYTES = 1 << 46
 _PYTABLES_INDEX = ("INDEX", "TINDEX", "DINDEX")
 _SPARSE_PARTS = ("data", "indices", "indptr")
 
@@ -30,6 +32,7 @@ class Tree:
 
     Attributes:
         datasets: names of datasets, also of those that external links lead to.
+        groups: names of groups, likewise.
         links: (path, where it leads) of soft and external links.
         dangling: (path, what is wrong) of links that lead nowhere.
         damaged: (path, what is wrong) of objects that cannot be opened.
@@ -39,17 +42,13 @@ class Tree:
     """
 
     datasets: list[str] = field(default_factory=list)
+    groups: list[str] = field(default_factory=list)
     links: list[tuple[str, str]] = field(default_factory=list)
     dangling: list[tuple[str, str]] = field(default_factory=list)
     damaged: list[tuple[str, str]] = field(default_factory=list)
     internal: dict[str, str] = field(default_factory=dict)
     sparse: list[tuple[str, str]] = field(default_factory=list)
     stacks: dict[str, list[str]] = field(default_factory=dict)
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether every object can be opened and every link leads somewhere."""
-        return not self.damaged and not self.dangling
 
 
 def walk(file: Any) -> Tree:
@@ -69,7 +68,7 @@ def natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), part) if part.isdecimal() else (-1, part) for part in parts]
 
 
-def named(names: list[str] | tuple[str, ...], most: int = 10) -> str:
+def named(names: Sequence[str], most: int = 10) -> str:
     """Return a list of names for a message: at most ten, and how many more there are."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
@@ -111,6 +110,7 @@ class _Walk:
                 return False
             self._seen.add(identity(item))
             if isinstance(item, h5py.Group):
+                self.tree.groups.append(way)
                 self._group(item, way, internal or _internal_group(item, way, self.tree))
                 return True
             if isinstance(item, h5py.Dataset):
@@ -153,12 +153,13 @@ def too_large(dataset: Any) -> str:
         return ""
     if dataset.chunks:
         chunks = math.prod(-(-length // side) for length, side in zip(dataset.shape, dataset.chunks, strict=True))
-        if chunks > _MOST_CHUNKS:
-            return f"its shape {dataset.shape} asks for {chunks:,} chunks; {dataset.id.get_num_chunks():,} exist"
+        there = dataset.id.get_num_chunks()
+        if chunks > min(_MOST_CHUNKS, _MOST_MISSING + _MISSING_RATIO * there):
+            return f"its shape {dataset.shape} asks for {chunks:,} chunks; {there:,} exist"
         return ""
     declared = dataset.size * dataset.id.get_type().get_size()
     if dataset.is_virtual or dataset.external or not dataset.id.get_storage_size():
-        return f"its shape {dataset.shape} asks for {declared:,} bytes" if declared >= 1 << 50 else ""
+        return f"its shape {dataset.shape} asks for {declared:,} bytes" if declared >= _MOST_BYTES else ""
     there = dataset.file.id.get_filesize()
     return f"its shape {dataset.shape} asks for {declared:,} bytes, the file has {there:,}" if declared > there else ""
 
