@@ -133,8 +133,10 @@ class TreeCopy:
             self._made.append((item, made, True))
             self._group(item, made, way)
         else:
-            self._places[key] = f"/{way}"
-            self._copy_whole(item, into, name)
+            self._places[key] = f"/{way}"  # a named type, which H5Ocopy would crash of if it is damaged
+            kind = item.id.copy()
+            kind.commit(into.id, *link_name(name))
+            self._made.append((item, h5py.Datatype(kind), True))
 
     def _dataset(self, item: Any, into: Any, name: str, way: str) -> None:
         key = _identity(item.id)

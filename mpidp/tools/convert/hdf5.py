@@ -38,7 +38,8 @@ class HDF5Source(Source):
         self._remarks: list[str] = []
         self._file = open_file(path, _CACHE_BYTES)
         try:
-            self._choose(fields, stack)
+            with damage_told(path):
+                self._choose(fields, stack)
         except BaseException:
             self.close()
             raise
