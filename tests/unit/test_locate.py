@@ -316,11 +316,11 @@ def test_what_differs_goes_the_slow_path(tmp_path: Path, monkeypatch: pytest.Mon
         file.create_dataset("x", data=np.arange(64), chunks=(16,))
     real = locate._chunk_table
 
-    def later(dataset: Any) -> Any:
+    def earlier(dataset: Any) -> Any:
         places, facts = real(dataset)
-        return places, facts + np.array([8, 0, 0], np.uint64)
+        return places, facts - np.array([8, 0, 0], np.uint64)
 
-    monkeypatch.setattr(locate, "_chunk_table", later)
+    monkeypatch.setattr(locate, "_chunk_table", earlier)
     dataset = same_as_h5py(tmp_path / "a.h5")
     assert dataset.files[0].storages == (None,)
     assert "bytes read without HDF5 differ from its own reading (rows 0 to 15)" in dataset.files[0].slow[0]

@@ -17,6 +17,8 @@ from mpidp.hdf5.decode.storage import Storage
 from mpidp.hdf5.decode.unpack import Packing
 from mpidp.hdf5.order.keyed import IntArray
 
+_LEAST_ROW_BYTES = 256
+
 
 @dataclass(frozen=True, eq=False)
 class StoredFile:
@@ -69,8 +71,11 @@ class DataSet:
 
     @property
     def mean_chunk_bytes(self) -> float:
-        """Mean bytes in memory of the rows of a chunk, all fields together."""
-        return self.num_rows * self.row_bytes / len(self.chunk_rows)
+        """Mean of what the rows of a chunk cost to mix, in bytes: their own in memory, but at least 256 a row.
+
+        However small a row is, its place is drawn and sorted, in some 0.1 us.
+        """
+        return self.num_rows * max(self.row_bytes, _LEAST_ROW_BYTES) / len(self.chunk_rows)
 
     @property
     def paths(self) -> tuple[str, ...]:

@@ -25,6 +25,8 @@ _CONTIGUOUS_RANGE_BYTES = 2**20
 _LEAST_RANGE_BYTES = 64 * 2**10
 _MOST_RANGE_BYTES = 256 * 2**20
 _ENOUGH_RANGES = 2**10
+# A range of tiny rows costs what their number costs, to permute, rather than what their bytes cost to read.
+_ENOUGH_ROWS = 2**13
 _MOST_RANGES = 2**20
 
 
@@ -129,7 +131,7 @@ def _range_rows(num_rows: int, fields: Sequence[Field], found: Sequence[FoundDat
     if height * row_bytes > _MOST_RANGE_BYTES:
         return max(1, _MOST_RANGE_BYTES // row_bytes)
     worth = _LEAST_RANGE_BYTES if chunked else _CONTIGUOUS_RANGE_BYTES
-    together = min(worth // (height * row_bytes), num_rows // (height * _ENOUGH_RANGES))
+    together = min(worth // (height * row_bytes), num_rows // (height * _ENOUGH_RANGES), _ENOUGH_ROWS // height)
     return height * max(1, together, -(-num_rows // (height * _MOST_RANGES)))
 
 

@@ -107,7 +107,7 @@ def read_rows(dataset: Any, member: str, axis: int, start: int, stop: int) -> np
     space = dataset.id.get_space()
     space.select_hyperslab(tuple(begin), tuple(shape))
     memory = h5py.h5s.create_simple(tuple(shape))
-    dataset.id.read(memory, space, values, h5py.h5t.py_create(dtype, logical=True))
+    dataset.id.read(memory, space, values, h5py.h5t.py_create(dtype))
     return np.moveaxis(values, axis, 0)
 
 

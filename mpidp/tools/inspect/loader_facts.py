@@ -13,7 +13,7 @@ def loader_facts(found: DataSet) -> list[str]:
     lanes, mixing_chunks = choose_mixing(found, default_node_bytes(memory_limit()), None, None)
     unit = "chunks" if file.chunked else "ranges (not chunked)"
     height = min(file.range_rows, found.num_rows)
-    chunk_bytes = found.mean_chunk_bytes
+    chunk_bytes = found.num_rows * found.row_bytes / len(found.chunk_rows)
     lines = [
         f"  samples   {found.num_rows} of {size_text(found.row_bytes)} in memory",
         f"  reading   {len(found.chunk_rows)} {unit} of {height} rows, {size_text(chunk_bytes)} in memory",
