@@ -54,10 +54,10 @@ class HDF5Loader:
     paths: one HDF5 file or several, laid end to end. fields: names of datasets, or `FieldSpec`s for what is
     not taken as it is stored along the first axis. global_batch: samples of a step over all ranks. seed: of
     order, split and the transforms' random numbers. world: the ranks that share the samples; None is this
-    process alone, on the CPU. shuffle: "lanes", "full" or "none" (see `Order`), or "auto": "full"
-    for large samples that can be read alone at next to no cost, else, or with lanes or mixing_chunks, "lanes".
-    lanes, mixing_chunks: see `Order`; chosen from the file, `global_batch` and `memory_bytes` when None. split: ("train", f) or ("validation", f) takes
-    that part of the rows, f being the fraction for validation.
+    process alone, on the CPU. shuffle: "lanes", "full" or "none" (see `Order`), or "auto": "full" for large samples
+    that can be read one by one at next to no cost, else, or where lanes or mixing_chunks are given, "lanes". lanes,
+    mixing_chunks: see `Order`; chosen from the file, `global_batch` and `memory_bytes` when None. split: ("train",
+    f) or ("validation", f) takes that part of the rows, f being the fraction for validation.
 
     mode: where rows come from; it never changes which samples form a batch. "stream": from the files, by
     threads. "node": from one decoded copy in the memory of each node. "store": from the memory of all ranks,
@@ -217,9 +217,9 @@ class HDF5Loader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken: exactly its unseen samples follow.
 
-        Seed, lanes, mixing_chunks and, with "auto", shuffle of `state` are adopted. Another global batch and another number of ranks
-        are fine. Raises `DataError` for another number of samples or shuffle, and, if the rows are split by
-        the seed, for another seed.
+        Seed, lanes, mixing_chunks and, if it was chosen by "auto", shuffle of `state` are adopted. Another global
+        batch and another number of ranks are fine. Raises `DataError` for another number of samples or shuffle,
+        and, if the rows are split by the seed, for another seed.
         """
         missing = self.state_dict().keys() - state.keys()
         if missing:

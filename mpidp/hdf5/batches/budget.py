@@ -29,10 +29,10 @@ def default_node_bytes(node_memory: int | None) -> int:
 
 
 def choose_shuffle(dataset: DataSet) -> Shuffle:
-    """Return "full" where any sample can be read alone at next to no cost, and "lanes" where chunks should be read whole.
+    """Return "full" where samples can be read one by one at next to no cost, else "lanes", which reads whole chunks.
 
-    Alone are read: large samples (from 64 KiB on) that have a chunk each, encoded or not; and large samples that lie in
-    the file as they are, if a chunk or range has few of them or a sample is 1 MiB, so that seeking costs little.
+    That is so for large samples (from 64 KiB on) with a chunk each, encoded or not; and for large samples that lie in
+    the file as they are, if a chunk has at most four of them or a sample is 1 MiB, so that seeking costs little.
     """
     chunk_rows = int(dataset.chunk_rows.max())
     seeks_cost_little = chunk_rows <= _FEW_ROWS or dataset.row_bytes >= _WORTH_SEEKING_BYTES
