@@ -8,13 +8,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from mpidp.errors import DataError
 from mpidp.hdf5.batches.batch import Batch
-from mpidp.hdf5.batches.budget import choose_mixing, default_node_bytes, most_rows, resources, warnings_about
+from mpidp.hdf5.batches.budget import (
+    choose_mixing,
+    choose_shuffle,
+    default_node_bytes,
+    most_rows,
+    resources,
+    warnings_about,
+)
 from mpidp.hdf5.batches.make_batch import BatchMaker
 from mpidp.hdf5.batches.ring import BatchRing
 from mpidp.hdf5.batches.source import Mode, Stretch
@@ -47,9 +54,10 @@ class HDF5Loader:
     paths: one HDF5 file or several, laid end to end. fields: names of datasets, or `FieldSpec`s for what is
     not taken as it is stored along the first axis. global_batch: samples of a step over all ranks. seed: of
     order, split and the transforms' random numbers. world: the ranks that share the samples; None is this
-    process alone, on the CPU. shuffle: "lanes", "full" or "none" (see `Order`). lanes, mixing_chunks: see
-    `Order`; chosen from the file and `memory_bytes` when None. split: ("train", f) or ("validation", f) takes
-    that part of the rows, f being the fraction for validation.
+    process alone, on the CPU. shuffle: "lanes", "full" or "none" (see `Order`), or "auto": "full" for large samples
+    that can be read one by one at next to no cost, else, or where lanes or mixing_chunks are given, "lanes". lanes,
+    mixing_chunks: see `Order`; chosen from the file, `global_batch` and `memory_bytes` when None. split: ("train",
+    f) or ("validation", f) takes that part of the rows, f being the fraction for validation.
 
     mode: where rows come from; it never changes which samples form a batch. "stream": from the files, by
     threads. "node": from one decoded copy in the memory of each node. "store": from the memory of all ranks,
@@ -76,7 +84,7 @@ class HDF5Loader:
         global_batch: int,
         seed: int = 0,
         world: World | None = None,
-        shuffle: Shuffle = "lanes",
+        shuffle: Shuffle | Literal["auto"] = "auto",
         lanes: int | None = None,
         mixing_chunks: int | None = None,
         split: tuple[Part, float] | None = None,
@@ -101,8 +109,11 @@ class HDF5Loader:
         with nullcontext() if world is None else world.together("choosing the order of the samples"):
             check_mode(mode)
             self._selection = select(self.dataset, split, seed)
+            self._adopts_shuffle = shuffle == "auto" and lanes is None and mixing_chunks is None
+            if shuffle == "auto":
+                shuffle = choose_shuffle(self.dataset) if self._adopts_shuffle else "lanes"
             if lanes is None or mixing_chunks is None:
-                lanes, mixing_chunks = choose_mixing(self.dataset, node_bytes, lanes, mixing_chunks)
+                lanes, mixing_chunks = choose_mixing(self.dataset, node_bytes, lanes, mixing_chunks, global_batch)
             self.order = Order(self._selection.chunk_rows, seed, lanes, mixing_chunks, global_batch, shuffle)
             check_batches(global_batch, prefetch_batches, self.order.num_samples, self.dataset)
             self._threads = choose_threads(threads, world)
@@ -206,14 +217,16 @@ class HDF5Loader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken: exactly its unseen samples follow.
 
-        Seed, lanes and mixing_chunks of `state` are adopted. Another global batch and another number of ranks
-        are fine. Raises `DataError` for another number of samples or shuffle, and, if the rows are split by
-        the seed, for another seed.
+        Seed, lanes, mixing_chunks and, if it was chosen by "auto", shuffle of `state` are adopted. Another global
+        batch and another number of ranks are fine. Raises `DataError` for another number of samples or shuffle,
+        and, if the rows are split by the seed, for another seed.
         """
         missing = self.state_dict().keys() - state.keys()
         if missing:
             raise DataError(f"the state lacks {', '.join(sorted(missing))}; it is not one of a loader")
-        fixed = {"num_samples": self.num_samples, "shuffle": self.order.shuffle}
+        fixed: dict[str, Any] = {"num_samples": self.num_samples}
+        if not self._adopts_shuffle:
+            fixed["shuffle"] = self.order.shuffle
         if self._selection.split is not None:
             fixed["seed"] = self.order.seed  # or rows held out for validation would now be trained on
         for name, here in fixed.items():
@@ -226,7 +239,7 @@ class HDF5Loader:
             place = f"epoch {state['epoch']}, position {state['position']}"
             raise DataError(f"the checkpoint is at {place}, outside {self.num_samples} samples; it is damaged")
         self.stop()
-        adopted = {name: state[name] for name in ("seed", "lanes", "mixing_chunks")}
+        adopted = {name: state[name] for name in ("seed", "lanes", "mixing_chunks", "shuffle")}
         self.order = replace(self.order, **adopted)
         self._epoch, self._position = state["epoch"], state["position"]
         self.keep()

@@ -263,11 +263,11 @@ def test_decoded_chunks_of_a_full_shuffle_are_bounded(tmp_path: Path, keep_all: 
     plan = loader.order.plan(0)
     most_bytes = (7 if keep_all else 3) * 8 * (36_000 + 8)
     with closing(PieceReader(loader._selection)) as reader:
-        gatherer = RowGatherer(reader, most_bytes, keep_all)
+        gatherer = RowGatherer(reader, most_bytes, keep_all, reader.empty)
         for start in range(0, 50, 10):
             indices = np.arange(start, start + 10)
             into = Rows.empty(loader.dataset.fields, 10)
-            gatherer.gather(plan.rows(indices), into)
+            gatherer.gather(plan.rows(indices), np.arange(10), into)
             np.testing.assert_array_equal(into.numbers, plan.rows(indices))
             np.testing.assert_array_equal(into.fields["x"], x[into.numbers])
             assert gatherer._chunks._bytes <= most_bytes
