@@ -82,8 +82,10 @@ class _Walk:
         self._seen = {identity(file)}
         self._external: list[tuple[Any, str, str]] = []
         self._group(file, "", "")
+        held: list[Any] = []  # HDF5 numbers a file anew when it is opened again
         while self._external:  # after all that is here, which so has its own names
             group, name, way = self._external.pop(0)
+            held.append(group.get(name))
             self._object(group, name, way, "")
         self.tree.datasets.sort()
 
@@ -123,6 +125,8 @@ class _Walk:
 
     def _follow(self, group: Any, name: str, way: str, link: Any) -> bool:
         """Note where a soft or external link leads; False, since what is there has another name, or comes later."""
+        if link is None:
+            raise KeyError("its name is listed, but cannot be found")
         is_external = isinstance(link, h5py.ExternalLink)
         leads = f'"{link.path}"' + (f" in {link.filename}" if is_external else "")
         if group.get(name) is None:
