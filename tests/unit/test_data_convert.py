@@ -129,11 +129,13 @@ def test_encoded_chunks_are_those_that_hdf5_writes(rows: int, width: int, chunk_
     assert encode(values, new, Filters("gzip", level, shuffle=True, fletcher32=True)) == expected
 
 
-def test_several_workers_write_the_same_bytes_as_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("compression", ["gzip", "lzf"])
+def test_several_workers_write_the_same_bytes_as_one(tmp_path: Path, compression: str) -> None:
     np.save(tmp_path / "x.npy", np.random.default_rng(0).integers(0, 50, (3000, 1000)))
-    for workers in (1, 2):
-        assert run("convert", tmp_path / "x.npy", tmp_path / f"{workers}.h5", f"--workers={workers}") == 0
-    one, two = (tmp_path / f"{workers}.h5" for workers in (1, 2))
+    for workers in (1, 4):
+        words = [tmp_path / "x.npy", tmp_path / f"{workers}.h5", f"--workers={workers}", f"--compression={compression}"]
+        assert run("convert", *words) == 0
+    one, two = (tmp_path / f"{workers}.h5" for workers in (1, 4))
     assert one.read_bytes() == two.read_bytes()
     assert_same(read(one)["x"], np.load(tmp_path / "x.npy"))
 

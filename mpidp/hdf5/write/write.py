@@ -5,6 +5,7 @@ the encoded bytes into it unchanged.
 """
 
 import os
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -151,7 +152,8 @@ def _create_like(item: Any, kind: Any, into: Any, name: str, new: NewDataset, fi
 
 
 def _in_memory() -> Any:
-    return h5py.File("chunks of mpidp, in memory", "w", driver="core", backing_store=False, block_size=_BLOCK_BYTES)
+    name = f"chunks of mpidp, in memory, {threading.get_ident()}"  # HDF5 takes files of one name for one
+    return h5py.File(name, "w", driver="core", backing_store=False, block_size=_BLOCK_BYTES)
 
 
 def _filled_up(values: npt.NDArray[Any], new: NewDataset) -> npt.NDArray[Any]:
