@@ -88,12 +88,13 @@ class RowGatherer:
 
     def _single_rows(self, chunk: int, where: IntArray, offsets: IntArray, into: Rows) -> None:
         """Read each run of rows by itself."""
-        breaks = np.flatnonzero((np.diff(offsets) != 1) | (np.diff(where) != 1)) + 1
-        edges = [0, *breaks.tolist(), len(offsets)]
+        edges = [0, len(offsets)]
+        if len(offsets) > 1:
+            edges[1:1] = (np.flatnonzero((np.diff(offsets) != 1) | (np.diff(where) != 1)) + 1).tolist()
         for a, b in pairwise(edges):
             piece = Piece(chunk, int(offsets[a]), int(offsets[b - 1]) + 1)
             self._reader.read(piece, into.view(int(where[a]), int(where[a]) + b - a))
 
 
 def _is_run(where: IntArray) -> bool:
-    return bool((np.diff(where) == 1).all())
+    return len(where) == 1 or bool((np.diff(where) == 1).all())
