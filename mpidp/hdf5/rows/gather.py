@@ -36,7 +36,7 @@ class RowGatherer:
 
     def parts(self, rows: IntArray, most: int) -> list[IntArray]:
         """Return the places of the selected `rows` in up to `most` parts, for a thread each; none cuts a chunk."""
-        if self._all is not None or most == 1:
+        if self._all is not None or most == 1 or not len(rows):
             return [np.arange(len(rows))]
         order, _, cuts = self._by_chunk(rows)
         edges = [int(cuts[(len(cuts) - 1) * part // most]) for part in range(most + 1)]

@@ -1,6 +1,6 @@
 """A described data set enters; what the loader will do with it leaves, one line each."""
 
-from mpidp.hdf5.batches.budget import choose_mixing, default_node_bytes
+from mpidp.hdf5.batches.budget import choose_mixing, choose_shuffle, default_node_bytes
 from mpidp.hdf5.files.dataset import DataSet
 from mpidp.hdf5.rows.decoding import decoding, slow_paths
 from mpidp.tools.table import size_text
@@ -19,7 +19,8 @@ def loader_facts(found: DataSet) -> list[str]:
         f"  reading   {len(found.chunk_rows)} {unit} of {height} rows, {size_text(chunk_bytes)} in memory",
         f"  decoding  {decoding(found)}",
         *(f"  slow      {line}" for line in slow_paths(found)),
-        f"  lanes     {lanes} by default, with {mixing_chunks} chunks of a lane mixed",
+        f"  order     {choose_shuffle(found)} by default",
+        f"  lanes     {lanes} in order lanes, with {mixing_chunks} chunks of a lane mixed",
         f"  memory    {size_text(mixing_chunks * chunk_bytes)} for those chunks of one lane",
     ]
     widened = [field for field in found.fields if field.dtype != field.stored]
