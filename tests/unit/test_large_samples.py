@@ -88,6 +88,7 @@ def test_the_order_suits_the_file(write: Write) -> None:
         (16, 1),  # there are not more rows
         (16, 1),
     ]
+    assert choose_mixing(describe(write(2, "lz4"), ("x", "y")), GIB, None, None, 8) == (8, 1)
     assert choose_mixing(four, GIB, None, 2, 4) == (8, 2) and choose_mixing(four, GIB, 3, None, 4) == (3, 1)
     assert choose_mixing(four, 2 * 4 * four.row_bytes, None, None, 16) == (1, 1)  # memory of one chunk
     loader = HDF5Loader(write(1, "raw"), ("x",), 4, lanes=2)
