@@ -241,6 +241,8 @@ class HDF5Loader:
         self.stop()
         adopted = {name: state[name] for name in ("seed", "lanes", "mixing_chunks", "shuffle")}
         self.order = replace(self.order, **adopted)
+        if self._source is not None:
+            self._source.ring = self._ring()  # with other lanes, a rank may have more samples in a step
         self._epoch, self._position = state["epoch"], state["position"]
         self.keep()
 

@@ -189,6 +189,14 @@ def test_a_second_pass_ends_the_first(paths: list[Path]) -> None:
     assert loader.position == 64
 
 
+def test_lanes_of_a_state_may_give_a_rank_more_samples(paths: list[Path]) -> None:
+    """Behaviour 25: three lanes of a run on one rank, taken over by two ranks that had memory for their share of 64."""
+    state = make(paths, global_batch=64, lanes=3).state_dict()
+    loader = make(paths, global_batch=64, lanes=64, world=OneOf(0, 2))
+    loader.load_state_dict(state)
+    assert max(batch.size for batch in loader) == 43
+
+
 @pytest.mark.parametrize(
     ("changed", "text"),
     [

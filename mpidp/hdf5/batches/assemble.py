@@ -108,7 +108,7 @@ def _by_rows(
             yield step, rows
             continue
         ahead.append((step, rows, [pool.submit(gather, numbers, places, rows) for places in parts]))
-        if len(ahead) > use.threads // most_parts:
+        if sum(len(futures) for _, _, futures in ahead) > use.threads:
             yield _finished(*ahead.popleft())
 
 

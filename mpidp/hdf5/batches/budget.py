@@ -46,8 +46,8 @@ def choose_mixing(
     """Return lanes and mixing depth whose groups take up to half of `node_bytes`; those that are given stand.
 
     Depth gives way first: many lanes of which each mixes one chunk mix better than few that mix four. Chunks of large
-    samples (from 64 KiB on) are not mixed in a lane, and those of all lanes together hold few batches, though there are
-    eight lanes if `node_bytes` allows.
+    samples (from 64 KiB on) are not mixed in a lane, and those of all lanes together hold at most four batches, though
+    there are eight lanes if `node_bytes` allows.
     """
     is_large = dataset.row_bytes >= LARGE_ROW_BYTES
     if mixing_chunks is None:
@@ -59,8 +59,9 @@ def choose_mixing(
         most_bytes = node_bytes // 2
         if is_large:
             group_bytes = math.ceil(mixing_chunks * dataset.mean_chunk_bytes)
-            batch_bytes = global_batch * dataset.row_bytes
-            most_bytes = min(most_bytes, max(_FEW_BATCHES * batch_bytes, _LEAST_LANES * group_bytes))
+            few_bytes = _FEW_BATCHES * global_batch * dataset.row_bytes
+            # More lanes than a batch has samples would hold more, and mix its samples no better.
+            most_bytes = min(most_bytes, max(min(few_bytes, global_batch * group_bytes), _LEAST_LANES * group_bytes))
         lanes = automatic_lanes(dataset.num_rows, dataset.mean_chunk_bytes, mixing_chunks, most_bytes)
     return lanes, mixing_chunks
 

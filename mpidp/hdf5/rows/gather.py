@@ -36,7 +36,7 @@ class RowGatherer:
 
     def parts(self, rows: IntArray, most: int) -> list[IntArray]:
         """Return the places of the selected `rows` in up to `most` parts, for a thread each; none cuts a chunk."""
-        if self._all is not None or most == 1:
+        if self._all is not None or most == 1 or not len(rows):
             return [np.arange(len(rows))]
         order, _, cuts = self._by_chunk(rows)
         edges = [int(cuts[(len(cuts) - 1) * part // most]) for part in range(most + 1)]
@@ -88,12 +88,13 @@ class RowGatherer:
 
     def _single_rows(self, chunk: int, where: IntArray, offsets: IntArray, into: Rows) -> None:
         """Read each run of rows by itself."""
-        breaks = np.flatnonzero((np.diff(offsets) != 1) | (np.diff(where) != 1)) + 1
-        edges = [0, *breaks.tolist(), len(offsets)]
+        edges = [0, len(offsets)]
+        if len(offsets) > 1:
+            edges[1:1] = (np.flatnonzero((np.diff(offsets) != 1) | (np.diff(where) != 1)) + 1).tolist()
         for a, b in pairwise(edges):
             piece = Piece(chunk, int(offsets[a]), int(offsets[b - 1]) + 1)
             self._reader.read(piece, into.view(int(where[a]), int(where[a]) + b - a))
 
 
 def _is_run(where: IntArray) -> bool:
-    return bool((np.diff(where) == 1).all())
+    return len(where) == 1 or bool((np.diff(where) == 1).all())
