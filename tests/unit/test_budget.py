@@ -1,5 +1,6 @@
 """Lanes, mixing depth and room for groups: from the data and a node's memory; and what users are warned of."""
 
+from pathlib import Path
 from typing import Any
 
 import h5py
@@ -44,6 +45,18 @@ def test_depth_gives_way_before_lanes(dataset: DataSet) -> None:
     """Half of the memory is for groups; with much of it, what was usual before."""
     found = {mib: choose_mixing(dataset, mib * MIB, None, None) for mib in (100, 16, 8, 4, 2, 1, 0)}
     assert found == {100: (64, 4), 16: (16, 4), 8: (8, 4), 4: (8, 2), 2: (8, 1), 1: (4, 1), 0: (1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, (2**13, 64, 4)), ({"chunks": (2**12,)}, (2**13, 64, 4)), ({"chunks": (2**18,)}, (2**18, 8, 2))],
+)
+def test_rows_of_a_byte(tmp_path: Path, options: dict[str, Any], expected: tuple[int, int, int]) -> None:
+    """Their places, not their bytes, are what mixing them costs: before a batch, those of some millions are sorted."""
+    with h5py.File(tmp_path / "a.h5", "w", libver="latest") as file:
+        file.create_dataset("x", data=np.zeros(2**24, "u1"), compression="gzip" if options else None, **options)
+    tiny = describe(tmp_path / "a.h5", ["x"])
+    assert (tiny.files[0].range_rows, *choose_mixing(tiny, MOST_NODE_BYTES, None, None)) == expected
 
 
 def test_what_is_given_stands(dataset: DataSet) -> None:

@@ -1,7 +1,9 @@
 """Chunks as HDF5 and its plugins write them: what undoing their filters without HDF5 gives, and what it refuses."""
 
+import struct
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 
 from mpidp.errors import DataError
+from mpidp.hdf5.decode import filters
 from mpidp.hdf5.decode.filters import Scratch, inflater, obstacle, undo
 from mpidp.hdf5.decode.storage import Filter
 from mpidp.hdf5.files.locate import filters_of
@@ -126,6 +129,23 @@ def test_what_is_left_to_hdf5(tmp_path: Path, name: str) -> None:
     filters, _, _ = chunk_of(tmp_path / "a.h5", np.arange(100), options)
     with pytest.raises(AssertionError, match=text):
         raise AssertionError(obstacle(filters))
+
+
+def test_blocks_of_no_bytes() -> None:
+    """Behaviour 56: sizes that a chunk gives of its own blocks are checked before there is a loop over them."""
+    step = Filter(32008, "bitshuffle", (0, 4, 4, 0, 2))
+    for block_bytes in (0, 1, 2**32 - 1):
+        raw = struct.pack(">QI", 64, block_bytes) + bytes(400)
+        with pytest.raises(DataError, match=f"bitshuffle has blocks of {block_bytes} bytes"):
+            undo(np.frombuffer(raw, np.uint8), (step,), 0, 64, Scratch(), None)
+
+
+def test_zlib_makes_no_more_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behaviour 56: some kilobytes may not become gigabytes."""
+    monkeypatch.setattr(filters, "imagecodecs", None)
+    raw = np.frombuffer(zlib.compress(bytes(10**7)), np.uint8)
+    with pytest.raises(DataError, match="a chunk of 1000 bytes decodes to 1001"):
+        undo(raw, (Filter(1, "deflate", ()),), 0, 1000, Scratch(), None)
 
 
 def test_scratch_keeps_the_buffer_before() -> None:

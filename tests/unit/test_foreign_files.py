@@ -3,7 +3,6 @@
 import os
 import re
 import struct
-import time
 import warnings
 from contextlib import closing
 from pathlib import Path
@@ -279,15 +278,14 @@ def test_sparse_matrices_are_named(tmp_path: Path, attribute: tuple[str, str]) -
 
 
 def test_a_group_for_each_sample(tmp_path: Path) -> None:
-    """A short answer, in seconds, that says what to do."""
+    """A short answer that says what to do."""
     with h5py.File(tmp_path / "a.h5", "w", libver="latest") as file:
         for number in range(5000):
             group = file.create_group(f"sample_{number}")
             group["x"] = 1.0
-    start = time.process_time()
     with pytest.raises(DataError, match=r'dataset "x" of their own.*mpidp data convert .*a.h5 NEW.h5 stacks') as error:
         describe(tmp_path / "a.h5", ["x"])
-    assert len(str(error.value)) < 1000 and time.process_time() - start < 20
+    assert len(str(error.value)) < 1000
     assert len(re.findall("sample_", str(error.value))) <= 11
 
 
@@ -315,6 +313,16 @@ def test_the_users_program_opens_what_the_loader_reads(tmp_path: Path, locking: 
                 assert file["x"].shape == (100,)
     with h5py.File(path, "a", locking=locking) as file:
         file["y"] = 1
+
+
+@SLOW
+def test_what_this_process_has_not_yet_written(tmp_path: Path) -> None:
+    """A file that is open for writing here, of which HDF5 keeps a part in memory: that is read, too."""
+    kind = h5py.enum_dtype({"FALSE": 0, "TRUE": 1}, basetype="i2")  # which HDF5 reads itself
+    with h5py.File(tmp_path / "a.h5", "w", libver="earliest") as file:
+        file.flush()
+        file.create_dataset("x", data=np.arange(30, dtype="i2") % 2, dtype=kind, chunks=(5,))
+        assert load(tmp_path / "a.h5", "x")["x"].tolist() == [False, True] * 15
 
 
 def test_damage_beside_a_field_is_named_when_names_are_listed(tmp_path: Path) -> None:

@@ -356,7 +356,7 @@ def test_errors_that_may_pass(
     dataset = describe(make(tmp_path / "a.h5", x=[5, 6]), ("x",))
     pauses: list[float] = []
     monkeypatch.setattr("mpidp.hdf5.decode.retry.time.sleep", pauses.append)
-    monkeypatch.setattr("mpidp.hdf5.rows.reader.open_file", _Flaky(failures, error))
+    monkeypatch.setattr("mpidp.hdf5.rows.reader.open_apart", _Flaky(failures, error))
     reader = Reader(dataset)
     if works:
         assert reader.read(0, dataset.fields[0], 0, 1).tolist() == [5]

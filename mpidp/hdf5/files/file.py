@@ -18,7 +18,7 @@ import numpy as np
 from mpidp.errors import DataError
 from mpidp.hdf5.decode.retry import error_number, retried
 from mpidp.hdf5.decode.unpack import Packing
-from mpidp.hdf5.files.damage import HDF5_ERRORS, damage_told
+from mpidp.hdf5.files.damage import HDF5_ERRORS, damage_told, listed
 from mpidp.hdf5.files.missing import check_links, no_dataset, other_object
 from mpidp.hdf5.files.netcdf import cf_attributes, is_dimension_only, small_attribute
 from mpidp.hdf5.files.types import stored_type
@@ -77,9 +77,10 @@ def open_apart(path: str, cache_bytes: int) -> Any:
     """Return the open file as `open_file` does, and leave the user's own program free to open it as it likes.
 
     HDF5 takes all openings of a file by one driver for one, which must lock alike and cannot be written to while one
-    of them reads. The driver "log", which logs nothing here, is the usual one by another name.
+    of them reads. The driver "log", which logs nothing here, is the usual one by another name. What this process
+    wrote to the file, HDF5 has written by then: `describe` opened and closed it.
     """
-    with suppress(OSError):  # a file that is open for writing, in this process too, is only opened as one with that
+    with suppress(OSError):  # `open_file` says what is wrong, or opens what is open for writing here
         return _open(path, cache_bytes, driver=_APART)
     return open_file(path, cache_bytes)
 
@@ -118,6 +119,8 @@ def _facts(item: Any) -> Facts:
     raw = stored.raw
     dtype = None if raw is None or raw.kind in "VS" else raw.newbyteorder("=")
     bfloat16 = stored.name == "bfloat16"
+    has_attributes = len(item.attrs) > 0  # most have none, and each is looked up by itself
+    packable = None if bfloat16 or stored.booleans or not has_attributes else dtype
     return Facts(
         shape=item.shape,
         dtype=dtype,
@@ -128,11 +131,11 @@ def _facts(item: Any) -> Facts:
         unknown_filters=_unknown_filters(item),
         unwritten=unwritten(item),
         elsewhere=_elsewhere(item),
-        matlab_class=str(small_attribute(item, "MATLAB_class") or ""),
-        dimension_only=is_dimension_only(item),
+        matlab_class=str(small_attribute(item, "MATLAB_class") or "") if has_attributes else "",
+        dimension_only=has_attributes and is_dimension_only(item),
         booleans=stored.booleans,
         left_out=stored.left_out,
-        packing=None if dtype is None or bfloat16 or stored.booleans else cf_attributes(item, dtype),
+        packing=None if packable is None else cf_attributes(item, packable),
     )
 
 
@@ -186,9 +189,9 @@ def _elsewhere(dataset: Any) -> str:
     """Return where the values lie when that is not this dataset itself, or ""."""
     if dataset.is_virtual:
         sources = sorted({source.file_name for source in dataset.virtual_sources()})
-        return f"a virtual dataset over {', '.join(sources)}"
+        return f"a virtual dataset over {listed(sources)}"
     if dataset.external:
-        return f"stored in other files: {', '.join(_text(entry[0]) for entry in dataset.external)}"
+        return f"stored in other files: {listed([_text(entry[0]) for entry in dataset.external])}"
     return ""
 
 

@@ -1,7 +1,6 @@
 """Enters: what the user wants of a dataset, what HDF5 knows of it. Leaves: a `Field`, or why there is none."""
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,11 +12,9 @@ from mpidp.errors import DataError
 from mpidp.hdf5.decode.convert import check_castable
 from mpidp.hdf5.decode.field import SUPPORTED, Field, FieldSpec
 from mpidp.hdf5.decode.unpack import Packing
-from mpidp.hdf5.files.damage import HDF5_ERRORS, damage_text
+from mpidp.hdf5.files.damage import HDF5_ERRORS, damage_text, listed
 from mpidp.hdf5.files.file import Facts
 from mpidp.hdf5.files.types import read_rows
-
-_MOST_LISTED = 10
 
 
 @dataclass(frozen=True)
@@ -145,7 +142,7 @@ class FoundDataset:
         facts, spec = self.facts, self.spec
         names = [*((facts.raw.names or ()) if facts.raw is not None else ()), *facts.left_out]
         if spec.member and spec.member not in names:
-            has = f"members {_listed(names)}" if names else "no members"
+            has = f"members {listed(names)}" if names else "no members"
             raise DataError(f'{self.where} has type {facts.type_name}, which has {has}; "{spec.member}" is not there')
         if spec.decode is not None or self._holds_numbers:
             return
@@ -153,7 +150,7 @@ class FoundDataset:
         if spec.member:
             kind = facts.left_out.get(spec.member) or facts.raw[spec.member]  # type: ignore[index]
             what = f'has a member "{spec.member}" of type {kind}'
-        advice = f"name one of its members ({_listed(names)}) or give" if names and not spec.member else "give"
+        advice = f"name one of its members ({listed(names)}) or give" if names and not spec.member else "give"
         raise DataError(
             f"{self.where} {what}, which no tensor can hold; {advice} a FieldSpec with decode, or write it as bool, 8 "
             "to 64-bit integers, 16 to 64-bit floats or complex numbers (classes and strings as numbers)"
@@ -192,9 +189,3 @@ class FoundDataset:
                 "return an array (1, ...) of numbers for n = 1"
             )
         return decoded
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Return some names, and how many there are beside them."""
-    more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
-    return ", ".join(names[:_MOST_LISTED]) + more

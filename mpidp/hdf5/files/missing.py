@@ -31,7 +31,7 @@ def check_links(file: Any, name: str) -> None:
             continue
         beside = os.path.join(os.path.dirname(file.filename), link.filename)
         for target in (beside, link.filename):
-            if os.path.exists(target) and not os.path.isfile(target):
+            if os.path.exists(target) and not os.path.isfile(target) and not os.path.isdir(target):
                 raise DataError(
                     f"{file.filename}: {way} is an external link to {link.filename}, which is no regular file; "
                     "give an HDF5 file"
@@ -94,8 +94,9 @@ def _offer(file: Any, name: str) -> str:
     found = dict(islice(_datasets(file), _MOST_LOOKED_AT))
     near = get_close_matches(name.strip("/"), found, n=1)
     guess = f'did you mean "{near[0]}"? ' if near else ""
-    listed = ", ".join(f"{path} {text}" for path, text in islice(found.items(), _MOST_LISTED)) or "no datasets"
+    first = [(path if path.isprintable() else repr(path), text) for path, text in islice(found.items(), _MOST_LISTED)]
     more = ", ..." if len(found) > _MOST_LISTED else ""
+    listed = ", ".join(f"{path} {text}" for path, text in first) or "no datasets"
     return f"{guess}The file holds: {listed}{more}{_stacking(file.filename, found)}"
 
 

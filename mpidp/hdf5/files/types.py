@@ -10,9 +10,8 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from mpidp.hdf5.files.damage import HDF5_ERRORS
+from mpidp.hdf5.files.damage import HDF5_ERRORS, listed
 
-_MOST_NAMES = 10
 _SPECIAL = {
     "string of variable length": h5py.check_string_dtype,
     "variable-length array": h5py.check_vlen_dtype,
@@ -81,10 +80,9 @@ def _compound(kind: Any, dtype: np.dtype[Any] | None) -> StoredType:
     left_out = {name: member.name for name, member in members.items() if member.raw is None or member.left_out}
     complete = dtype is not None and not left_out
     raw = dtype if complete else np.dtype([(name, kinds[name].dtype) for name in members if name not in left_out])
-    listed = ", ".join(f"{name} {member.name}" for name, member in list(members.items())[:_MOST_NAMES])
-    more = f" and {len(members) - _MOST_NAMES} more" if len(members) > _MOST_NAMES else ""
+    text = listed([f"{name} {member.name}" for name, member in members.items()])
     booleans = frozenset(name for name, member in members.items() if "" in member.booleans)
-    return StoredType(raw, f"compound ({listed}{more})", booleans, left_out)
+    return StoredType(raw, f"compound ({text})", booleans, left_out)
 
 
 def is_complete(kind: Any, dtype: np.dtype[Any]) -> bool:
