@@ -64,8 +64,9 @@ class DataSection:
     """Samples of one optimizer step over all ranks; more ranks change speed, not the model."""
     drop_last: bool = False
     """Leave out an epoch's last step if it has fewer than global_batch samples; evaluation still takes all."""
-    shuffle: Literal["lanes", "full", "none"] = "lanes"
-    """Order of samples: lanes (whole chunks, mixed; fast), full (uniform; slow on chunked files), none."""
+    shuffle: Literal["auto", "lanes", "full", "none"] = "auto"
+    """Order of samples: lanes (whole chunks, mixed; fast), full (uniform; slow on chunks of many samples), none; auto
+    is full where samples are large and can be read alone, else lanes."""
     lanes: int = 0
     """Virtual workers of the order; 0 chooses from the file, never from the number of ranks."""
     mixing_chunks: int = 0

@@ -41,8 +41,9 @@ def _inspect(words: list[str]) -> int:
         raise ConfigError(f"mpidp data inspect takes one FILE; found {len(words)} words: {listed(words, ' ')}")
     from mpidp.tools.inspect.inspect import inspect
 
-    say(inspect(words[0]))
-    return DONE
+    text, is_sound = inspect(words[0])
+    say(text)
+    return DONE if is_sound else FAILED
 
 
 def _verify(words: list[str]) -> int:

@@ -9,13 +9,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from mpidp.errors import DataError
 from mpidp.hdf5.batches.batch import Batch
-from mpidp.hdf5.batches.budget import choose_mixing, default_node_bytes, most_rows, resources, warnings_about
+from mpidp.hdf5.batches.budget import (
+    choose_mixing,
+    choose_shuffle,
+    default_node_bytes,
+    most_rows,
+    resources,
+    warnings_about,
+)
 from mpidp.hdf5.batches.make_batch import BatchMaker
 from mpidp.hdf5.batches.ring import BatchRing
 from mpidp.hdf5.batches.source import Mode, Stretch
@@ -59,9 +66,10 @@ class HDF5Loader:
     not taken as it is stored along the first axis. global_batch: samples of a step over all ranks. seed: of
     order, split and the transforms' random numbers. world: the ranks that share the samples; those of
     `mpidp.init()` by default, and with None this process alone, on the CPU. shuffle: "lanes", "full" or "none"
-    (see `Order`). lanes, mixing_chunks: see `Order`; chosen from the file and `memory_bytes` when None. split:
-    ("train", f) or ("validation", f) takes that part of the rows, f being the fraction for validation.
-    drop_last: leave out an epoch's last step if it has fewer than `global_batch` samples.
+    (see `Order`), or "auto": "full" for large samples that can be read one by one at next to no cost, else, or where
+    lanes or mixing_chunks are given, "lanes". lanes, mixing_chunks: see `Order`; chosen from the file, `global_batch`
+    and `memory_bytes` when None. split: ("train", f) or ("validation", f) takes that part of the rows, f being the
+    fraction for validation. drop_last: leave out an epoch's last step if it has fewer than `global_batch` samples.
 
     mode: where rows come from; it never changes which samples form a batch. "stream": from the files, by
     threads. "node": from one decoded copy in the memory of each node. "store": from the memory of all ranks,
@@ -90,7 +98,7 @@ class HDF5Loader:
         global_batch: int,
         seed: int = 0,
         world: World | CurrentWorld | None = "current",
-        shuffle: Shuffle = "lanes",
+        shuffle: Shuffle | Literal["auto"] = "auto",
         lanes: int | None = None,
         mixing_chunks: int | None = None,
         split: tuple[Part, float] | None = None,
@@ -117,8 +125,11 @@ class HDF5Loader:
         with nullcontext() if world is None else world.together("choosing the order of the samples"):
             check_mode(mode)
             self._selection = select(self.dataset, split, seed)
+            self._adopts_shuffle = shuffle == "auto" and lanes is None and mixing_chunks is None
+            if shuffle == "auto":
+                shuffle = choose_shuffle(self.dataset) if self._adopts_shuffle else "lanes"
             if lanes is None or mixing_chunks is None:
-                lanes, mixing_chunks = choose_mixing(self.dataset, node_bytes, lanes, mixing_chunks)
+                lanes, mixing_chunks = choose_mixing(self.dataset, node_bytes, lanes, mixing_chunks, global_batch)
             num_samples = int(self._selection.chunk_rows.sum())
             check_batches(global_batch, prefetch_batches, num_samples, self.dataset)
             self.dataset = replace(self.dataset, num_selected=num_samples)
@@ -231,14 +242,16 @@ class HDF5Loader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken: exactly its unseen samples follow.
 
-        Seed, lanes and mixing_chunks of `state` are adopted. Another global batch and another number of ranks
-        are fine. Raises `DataError` for another number of samples or shuffle, and, if the rows are split by
-        the seed, for another seed.
+        Seed, lanes, mixing_chunks and, if it was chosen by "auto", shuffle of `state` are adopted. Another global
+        batch and another number of ranks are fine. Raises `DataError` for another number of samples or shuffle,
+        and, if the rows are split by the seed, for another seed.
         """
         missing = self.state_dict().keys() - state.keys()
         if missing:
             raise DataError(f"the state lacks {', '.join(sorted(missing))}; it is not one of a loader")
-        fixed = {"num_samples": self.num_samples, "shuffle": self.order.shuffle}
+        fixed: dict[str, Any] = {"num_samples": self.num_samples}
+        if not self._adopts_shuffle:
+            fixed["shuffle"] = self.order.shuffle
         if self._selection.split is not None:
             fixed["seed"] = self.order.seed  # or rows held out for validation would now be trained on
         for name, here in fixed.items():
@@ -251,8 +264,10 @@ class HDF5Loader:
             place = f"epoch {state['epoch']}, position {state['position']}"
             raise DataError(f"the checkpoint is at {place}, outside {self.num_samples} samples; it is damaged")
         self.stop()
-        adopted = {name: state[name] for name in ("seed", "lanes", "mixing_chunks")}
+        adopted = {name: state[name] for name in ("seed", "lanes", "mixing_chunks", "shuffle")}
         self.order = replace(self.order, **adopted)
+        if self._source is not None:
+            self._source.ring = self._ring()  # with other lanes, a rank may have more samples in a step
         self._epoch, self._position, self._continues = state["epoch"], state["position"], True
         self.keep()
 

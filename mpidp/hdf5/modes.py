@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 class Source(Protocol):
-    """Where rows come from."""
+    """Where rows come from; batches lie in the memory of `ring`."""
+
+    ring: BatchRing
 
     @property
     def line(self) -> str:

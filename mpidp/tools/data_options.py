@@ -67,7 +67,7 @@ class Written:
     chunk_bytes: _Size = 0
     """Instead: the size of a chunk of the largest dataset, such as 512KiB or 1MiB."""
     workers: int = 0
-    """Processes that read and compress; 0 for one a core."""
+    """Threads that read and compress; 0 for one a core. Compressors other than gzip run one at a time."""
     overwrite: bool = False
     """Replace the target if it exists, when its successor is complete."""
 
@@ -78,18 +78,24 @@ class ConvertOptions(Written):
 
     A SOURCE is .npy files (each becomes a dataset of its name), an .npz file, a folder of images with a subfolder for
     each class (x, y), a .csv file (x, and y by --label), or an HDF5 file (all datasets, or --fields; attributes are
-    kept). The work is spread over the cores of this node. After a kill the same command goes on where it was; the
-    target appears when it is complete. Until then TARGET.part* beside it take up to twice its size.
+    links and what cannot be chunked are kept). The work is spread over the cores of this node. The target appears when
+    it is complete; until then it lies in a folder TARGET.*.part beside it, which only a kill leaves there.
     """
 
     paths: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE ... TARGET")] = ()
     """What to convert, and last the HDF5 file to write."""
     fields: Names = ()
     """HDF5 and .npz: only these datasets."""
+    expand_external: bool = False
+    """HDF5: copy what lies in other files, too: external links (else kept as links), external raw files and sources of
+    virtual datasets (else refused). Such a file may name any file that you can read."""
+    stack_groups: Annotated[str | None, tyro.conf.arg(metavar="GROUP")] = None
+    """HDF5: make one dataset of each field of the groups in this group (/ for the file), a group being a row, in
+    natural order of their names."""
     shuffle_rows: int | None = None
     """Write the rows in a random order that follows from this seed, the same for all datasets."""
     memory: _Size = 1 << 30
-    """What all workers together may hold. With --shuffle-rows, HDF5 is read 5 x workers x its size / memory times."""
+    """What all threads together may hold. With --shuffle-rows, HDF5 is read 5 x workers x its size / memory times."""
     resize: Annotated[str | None, tyro.conf.arg(metavar="WIDTHxHEIGHT")] = None
     """Images: bring all to this size."""
     mode: Literal["L", "RGB", "RGBA"] | None = None
@@ -162,7 +168,7 @@ def _check_written(options: Written) -> None:
     if options.chunk_rows and options.chunk_bytes:
         raise ConfigError("--chunk-rows and --chunk-bytes say the same thing; give one of them.")
     if options.workers < 0:
-        raise ConfigError(f"--workers={options.workers}; expected a number of processes, or 0 for one a core.")
+        raise ConfigError(f"--workers={options.workers}; expected a number of threads, or 0 for one a core.")
     if isinstance(options, ConvertOptions) and len(options.paths) < 2:
         raise ConfigError("mpidp data convert takes SOURCE and TARGET; see mpidp data convert --help.")
     if isinstance(options, MakeOptions) and not options.target:

@@ -122,6 +122,27 @@ def test_few_samples(world: World, folder: Path, mode: Mode, rows: str) -> None:
         loader.close()
 
 
+@pytest.mark.parametrize(("chunk_rows", "compression"), [(1, "gzip"), (2, None), (4, "gzip")])
+@pytest.mark.parametrize("mode", MODES)
+def test_large_samples(world: World, folder: Path, mode: Mode, chunk_rows: int, compression: str | None) -> None:
+    """Behaviours 23 and 24: in the order chosen by default, read one by one or by the chunk, also a part of them."""
+    if world.rank == 0:
+        x = np.arange(30)[:, None] + np.zeros(17_000, ">f4")
+        with h5py.File(folder / "a.h5", "w") as file:
+            file.create_dataset("x", data=x, chunks=(chunk_rows, 17_000), compression=compression)
+    world.barrier()
+    for split in (None, ("train", 0.3)):
+        options: Any = {"fields": ("x",), "global_batch": 4, "lanes": None, "split": split}
+        loader = make(folder / "a.h5", world, folder, mode, **options)
+        single = alone(folder / "a.h5", **options)
+        assert loader.order.shuffle == ("lanes" if chunk_rows == 4 else "full")
+        for batch, expected in zip(loader, single, strict=True):
+            assert all_rows(world, batch.indices) == sorted(expected.indices.tolist())
+            np.testing.assert_array_equal(batch.x, batch.indices[:, None] + np.zeros(17_000))
+        loader.close()
+        single.close()
+
+
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 @pytest.mark.parametrize("mode", MODES)
 def test_resume(world: World, paths: list[Path], folder: Path, mode: Mode, shuffle: Shuffle) -> None:

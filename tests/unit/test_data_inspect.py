@@ -106,3 +106,88 @@ def test_advice_on_fields_with_chunks_of_different_heights(tmp_path: Path) -> No
     lines = advice("my file.h5", list_datasets(str(tmp_path / "in.h5")).datasets)
     assert len(lines) == 1
     assert lines[0].startswith("chunks differ in their rows (x 500, y 4000)") and "'my file.h5'" in lines[0]
+
+
+def said_of(path: Path, capsys: pytest.CaptureFixture[str], code: int = 0) -> str:
+    capsys.readouterr()
+    assert run("inspect", path) == code
+    return capsys.readouterr().out
+
+
+def test_what_is_read_before_the_first_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All chunks that are mixed; or, where samples are read one by one, a batch."""
+    with h5py.File(tmp_path / "mixed.h5", "w") as file:
+        file.create_dataset("x", data=np.zeros((64 * 80, 256), "f4"), chunks=(16, 256), compression="gzip")
+    assert "first     4.0 MiB are read, by all ranks together" in said_of(tmp_path / "mixed.h5", capsys)
+    with h5py.File(tmp_path / "alone.h5", "w") as file:
+        file.create_dataset("x", data=np.zeros((100, 1 << 15), "f4"), chunks=(1, 1 << 15))
+    assert "first     8.0 MiB are read, by all ranks together" in said_of(tmp_path / "alone.h5", capsys)
+
+
+def test_a_group_for_each_sample_is_described_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Behaviour 57: the answer does not grow with the file, and says what to do."""
+    path = tmp_path / "in.h5"
+    with h5py.File(path, "w") as file:
+        for number in range(150):
+            file[f"run/{number}/x"], file[f"run/{number}/y"] = np.ones((3, 8), "f4"), number
+    text = said_of(path, capsys)
+    assert len(text.splitlines()) < 20 and "data.fields" not in text
+    assert '"run" holds 150 groups, 0, 1, 2 and 147 more; the loader needs one dataset for each field: ' in text
+    command = f"mpidp data convert {path} NEW.h5 --stack-groups=run"
+    assert text.splitlines()[-1].endswith(command)
+    assert run(*command.replace("NEW.h5", str(tmp_path / "out.h5")).split()[2:]) == 0
+    assert 'data.fields = ["run/x", "run/y"] would give\n  samples   150' in said_of(tmp_path / "out.h5", capsys)
+
+
+def test_many_datasets_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with h5py.File(tmp_path / "in.h5", "w") as file:
+        for number in range(130):
+            file[f"x{number}"] = 1
+    text = said_of(tmp_path / "in.h5", capsys)
+    assert "and 30 more datasets" in text and text.endswith("and 90 more\n") and len(text.splitlines()) < 120
+
+
+def test_links_are_listed_with_where_they_lead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with h5py.File(tmp_path / "linked.h5", "w") as file:
+        file.create_dataset("all/x", data=np.zeros((64, 8)), chunks=(16, 8), compression="gzip", shuffle=True)
+    with h5py.File(tmp_path / "master.h5", "w") as file:
+        file["entry/frames"] = h5py.ExternalLink("linked.h5", "/all/x")
+        file["entry/group"] = h5py.ExternalLink("linked.h5", "/all")
+        file["newest"] = h5py.SoftLink("/entry/frames")
+        file["gone"] = h5py.ExternalLink("gone.h5", "/x")
+    text = said_of(tmp_path / "master.h5", capsys)
+    assert 'data.fields = ["entry/frames"] would give' in text
+    assert 'links\n  entry/frames leads to "/all/x" in linked.h5\n  entry/group leads to "/all" in linked.h5\n' in text
+    assert 'newest leads to "/entry/frames"\n' in text
+    assert 'gone is a link to "/x" in gone.h5, which is not there' in text
+
+
+def test_what_is_no_field_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Dimensions of netCDF, indices of PyTables, sparse matrices; and values that attributes say are packed."""
+    with h5py.File(tmp_path / "in.h5", "w") as file:
+        file["t"] = np.zeros((20, 2), "i2")
+        file["t"].attrs.update({"_FillValue": np.int16(-1), "scale_factor": 0.5})
+        file.create_dataset("bnds", (2,), ">f4").make_scale("This is a netCDF dimension but not a netCDF variable.")
+        file.create_group("_i_table").attrs["CLASS"] = np.bytes_("TINDEX")
+        file["_i_table/sorted"] = np.zeros(20)
+        file["X/data"], file["X/indices"], file["X/indptr"] = np.zeros(20), np.zeros(20, "i4"), np.zeros(4, "i4")
+        file["X"].attrs.update({"encoding-type": "csr_matrix", "shape": (3, 9)})
+    text = said_of(tmp_path / "in.h5", capsys)
+    assert 'data.fields = ["t"] would give' in text and text.count("data.fields") == 1
+    assert "X is a sparse matrix of 3 x 9 (csr_matrix): no field; write it as one dataset of rows, dense" in text
+    assert "bnds: a dimension of netCDF without a variable, no field" in text
+    assert "_i_table/sorted: part of an index of PyTables, no field" in text
+    assert "_FillValue, scale_factor" in text and "cf = true" in text
+
+
+def test_damage_is_a_line_that_names_file_and_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Behaviour 57."""
+    path = tmp_path / "in.h5"
+    with h5py.File(path, "w", libver="earliest") as file:
+        file["good"], file["bad"] = np.arange(20.0), np.arange(20, dtype="f4")
+        start = h5py.h5o.get_info(file["bad"].id).addr
+    content = bytearray(path.read_bytes())
+    content[start] ^= 4  # the version of its header
+    path.write_bytes(content)
+    text = said_of(path, capsys, code=1)
+    assert 'data.fields = ["good"]' in text and f'damaged\n  {path}: "bad" cannot be opened: ' in text

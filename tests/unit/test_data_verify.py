@@ -213,3 +213,50 @@ def test_a_file_without_permission(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_help(capsys: pytest.CaptureFixture[str], command: str, option: str) -> None:
     assert run(command, "--help") == 0
     assert option in capsys.readouterr().out
+
+
+def test_linked_files_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a link leads to in another file is read and counted, and damage to it found."""
+    linked = write_sound(tmp_path / "linked.h5")
+    with h5py.File(tmp_path / "master.h5", "w") as file:
+        file["entry/frames"], file["all"] = h5py.ExternalLink("linked.h5", "/x"), h5py.ExternalLink("linked.h5", "/")
+    assert report(capsys, tmp_path / "master.h5", code=0)["num_datasets"] == 6
+    damage(linked, [5])
+    (finding,) = report(capsys, tmp_path / "master.h5", code=1)["findings"]
+    assert (finding["kind"], finding["rows"]) == ("unreadable", [100, 149])
+
+
+def test_values_that_are_only_decoded_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a type without NumPy equivalent: damage is found, and soundness of the values is not claimed."""
+    path = tmp_path / "in.h5"
+    with h5py.File(path, "w") as file:
+        properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        properties.set_chunk((10,))
+        properties.set_fletcher32()
+        made = h5py.h5d.create(file.id, b"when", h5py.h5t.UNIX_D64LE, h5py.h5s.create_simple((20,)), properties)
+        made.write(h5py.h5s.ALL, h5py.h5s.ALL, np.arange(160, dtype="u1"), mtype=made.get_type())
+        place = made.get_chunk_info(1).byte_offset
+    assert run("verify", path) == 0
+    assert "(values decoded, but not looked at: when (H5T_TIME)): sound" in capsys.readouterr().out
+    with open(path, "r+b") as raw:
+        raw.seek(place)
+        raw.write(b"damage")
+    assert report(capsys, path, code=1)["findings"][0]["rows"] == [10, 19]
+
+
+def test_damaged_attributes_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "in.h5"
+    with h5py.File(path, "w") as file:
+        file.create_group("group").attrs["text"] = "a string of variable length, in a heap"
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"GCOL", b"LOCG"))
+    (finding,) = report(capsys, path, code=1)["findings"]
+    assert finding["dataset"] == "group" and 'attribute "text" cannot be read' in finding["text"]
+
+
+def test_what_programs_leave_unwritten_is_no_finding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with h5py.File(tmp_path / "in.h5", "w") as file:
+        file.create_dataset("bnds", (2,), ">f4").make_scale("This is a netCDF dimension but not a netCDF variable.")
+        file.create_group("_i_table").attrs["CLASS"] = np.bytes_("TINDEX")
+        file.create_dataset("_i_table/sorted", (20,), "f4", chunks=(10,))
+    assert report(capsys, tmp_path / "in.h5", code=0)["num_findings"] == 0

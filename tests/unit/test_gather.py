@@ -4,6 +4,7 @@ import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import h5py
 import numpy as np
@@ -140,12 +141,16 @@ def selections(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Selection]
     shuffle=st.sampled_from(["lanes", "full", "none"]),
     size=st.integers(1, 5),
     memory=st.sampled_from([1, 10**6, 10**8]),
+    parts=st.booleans(),
     data=st.data(),
 )
 def test_steps_of_real_files(
-    selections: dict[str, Selection], kind: str, shuffle: str, size: int, memory: int, data: st.DataObject
+    selections: dict[str, Selection], kind: str, shuffle: str, size: int, memory: int, parts: bool, data: st.DataObject
 ) -> None:
-    """Behaviours 23 to 25 and 27: with next to no memory, with some, and with enough to keep everything."""
+    """Behaviours 23 to 25 and 27: with next to no memory, with some, and with enough to keep everything.
+
+    Also where several threads read each step, of which a rank may have nothing.
+    """
     selection = selections[kind]
     lanes, mixing, batch = (data.draw(st.integers(1, most)) for most in (6, 3, 30))
     seed, drop_last = data.draw(st.integers(0, 9)), data.draw(st.booleans())
@@ -153,11 +158,12 @@ def test_steps_of_real_files(
     rank, position = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, order.num_samples - 1))
     use = resources(order, selection.dataset.row_bytes, memory, 2, size, rank)
     ring = BatchRing(selection.dataset.fields, batch, 4, torch.device("cpu"))
-    made = assemble(selection, order, Share(0, position, size, rank), ring, use)
+    with patch("mpidp.hdf5.batches.assemble._PART_BYTES", 1 if parts else 2**20):
+        made = assemble(selection, order, Share(0, position, size, rank), ring, use)
+        steps = [next(made) for _ in range(min(12, order.steps(position) + 2))]
     starts = np.cumsum(selection.chunk_rows) - selection.chunk_rows
     try:
-        for _ in range(min(12, order.steps(position) + 2)):
-            assembled = next(made)
+        for assembled in steps:
             plan = order.plan(assembled.step.epoch)
             selected = plan.rows(plan.local_indices(assembled.step.start, size, rank))
             chunks = np.searchsorted(starts + selection.chunk_rows, selected, side="right")

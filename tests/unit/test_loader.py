@@ -291,6 +291,14 @@ def test_a_second_pass_ends_the_first(paths: list[Path]) -> None:
     assert loader.position == 64
 
 
+def test_lanes_of_a_state_may_give_a_rank_more_samples(paths: list[Path]) -> None:
+    """Behaviour 25: three lanes of a run on one rank, taken over by two ranks that had memory for their share of 64."""
+    state = make(paths, global_batch=64, lanes=3).state_dict()
+    loader = make(paths, global_batch=64, lanes=64, world=OneOf(0, 2))
+    loader.load_state_dict(state)
+    assert max(batch.size for batch in loader) == 43
+
+
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
@@ -366,11 +374,11 @@ def test_decoded_chunks_of_a_full_shuffle_are_bounded(tmp_path: Path, keep_all: 
     plan = loader.order.plan(0)
     most_bytes = (7 if keep_all else 3) * 8 * (36_000 + 8)
     with closing(PieceReader(loader._selection)) as reader:
-        gatherer = RowGatherer(reader, most_bytes, keep_all)
+        gatherer = RowGatherer(reader, most_bytes, keep_all, reader.empty)
         for start in range(0, 50, 10):
             indices = np.arange(start, start + 10)
             into = Rows.empty(loader.dataset.fields, 10)
-            gatherer.gather(plan.rows(indices), into)
+            gatherer.gather(plan.rows(indices), np.arange(10), into)
             np.testing.assert_array_equal(into.numbers, plan.rows(indices))
             np.testing.assert_array_equal(into.fields["x"], x[into.numbers])
             assert gatherer._chunks._bytes <= most_bytes

@@ -187,7 +187,7 @@ def test_a_dry_run_under_a_launcher_plans_for_its_ranks_and_speaks_once(
 
 
 def test_inspect_shows_how_datasets_lie_in_the_file(file: str) -> None:
-    lines = lines_of(inspect(file))
+    lines = lines_of(inspect(file)[0])
     x = next(line for line in lines if line[:1] == ["x"] and len(line) > 3)
     y = next(line for line in lines if line[:1] == ["y"])
     assert x[:10] == ["x", "100", "x", "3", "float32", "chunked", "8", "x", "3", "13"]
@@ -199,7 +199,7 @@ def test_inspect_shows_how_datasets_lie_in_the_file(file: str) -> None:
 
 
 def test_inspect_says_what_the_loader_would_make_of_the_file(file: str) -> None:
-    text = inspect(file)
+    text, _ = inspect(file)
     assert 'data.fields = ["x", "y"] would give\n  samples   100 of 16 B in memory' in text
     assert "13 chunks of 8 rows" in text
     assert "lanes     64 by default" in text
@@ -217,7 +217,7 @@ def test_inspect_says_why_a_dataset_cannot_be_trained_on(tmp_path: Path) -> None
         odd["matlab"] = np.zeros((2, 2))
         odd["matlab"].attrs["MATLAB_class"] = np.bytes_("double")
         odd.create_dataset("holes", (20, 2), "f4", chunks=(10, 2))[:10] = 1
-    text = inspect(str(tmp_path / "odd.h5"))
+    text, _ = inspect(str(tmp_path / "odd.h5"))
     assert 'data.fields = ["group/deep", "matlab"]' in text
     remarks = text.split("remarks\n")[1].splitlines()
     for name, reason in [
@@ -232,7 +232,7 @@ def test_inspect_says_why_a_dataset_cannot_be_trained_on(tmp_path: Path) -> None
 
 def test_inspect_of_a_file_without_datasets(tmp_path: Path) -> None:
     h5py.File(tmp_path / "bare.h5", "w").close()
-    assert inspect(str(tmp_path / "bare.h5")) == f"{tmp_path / 'bare.h5'}\n  no datasets"
+    assert inspect(str(tmp_path / "bare.h5")) == (f"{tmp_path / 'bare.h5'}\n  no datasets", True)
 
 
 def test_layouts_are_named(tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ from mpidp.hdf5.rows.lane_gather import GroupStore, LaneGatherer
 from mpidp.hdf5.rows.pieces import PieceReader, Selection
 from mpidp.world.status import status
 
+_PART_BYTES = 2**20
+
 
 @dataclass(frozen=True)
 class Assembled:
@@ -86,26 +88,34 @@ def _by_lanes(
 def _by_rows(
     reader: PieceReader, order: Order, share: Share, ring: BatchRing, use: Resources, pool: Executor
 ) -> Iterator[tuple[Step, Rows]]:
-    gatherer = RowGatherer(reader, use.kept_bytes, keep_all=order.shuffle == "full")
-    ahead: deque[tuple[Step, Future[Rows]]] = deque()
+    room = BatchRing(reader.selection.dataset.fields, int(order.chunk_rows.max()), use.threads, torch.device("cpu"))
+    gatherer = RowGatherer(reader, use.kept_bytes, order.shuffle == "full", room.take)
+    # All threads read a large batch together: it is there sooner, and fewer batches wait for memory at a time.
+    most_parts = max(1, min(use.threads, ring.batch_bytes // _PART_BYTES))
+    ahead: deque[tuple[Step, Rows, list[Future[None]]]] = deque()
 
-    def gathered(numbers: IntArray) -> Rows:
-        rows = ring.take(len(numbers))
+    def gather(numbers: IntArray, places: IntArray, rows: Rows) -> None:
         with status.working("read rows"):
-            gatherer.gather(numbers, rows)
-        return rows
+            gatherer.gather(numbers, places, rows)
 
     for step, numbers in step_rows(order, share):
+        rows = ring.take(len(numbers))
+        parts = gatherer.parts(numbers, most_parts)
         if gatherer.holds_all:  # a copy of some microseconds, which would cost more to hand to a thread
             while ahead:
-                first, rows = ahead.popleft()
-                yield first, rows.result()
-            yield step, gathered(numbers)
+                yield _finished(*ahead.popleft())
+            gather(numbers, parts[0], rows)
+            yield step, rows
             continue
-        ahead.append((step, pool.submit(gathered, numbers)))
-        if len(ahead) > use.threads:
-            first, rows = ahead.popleft()
-            yield first, rows.result()
+        ahead.append((step, rows, [pool.submit(gather, numbers, places, rows) for places in parts]))
+        if sum(len(futures) for _, _, futures in ahead) > use.threads:
+            yield _finished(*ahead.popleft())
+
+
+def _finished(step: Step, rows: Rows, parts: list[Future[None]]) -> tuple[Step, Rows]:
+    for part in parts:
+        part.result()
+    return step, rows
 
 
 def tensors_of(rows: Rows, fields: tuple[Field, ...]) -> dict[str, Tensor]:

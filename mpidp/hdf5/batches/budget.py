@@ -1,7 +1,7 @@
-"""Enters: the size of the data, the memory of a node. Leaves: lanes and mixing depth, and what reading may hold.
+"""Enters: the size of the data, the memory of a node. Leaves: the order by default, and what reading may hold.
 
-Lanes and mixing depth decide the order of the samples, so they follow from the data and from what one node
-has, never from the number of ranks.
+The kind of order, lanes and mixing depth decide which samples form a batch, so they follow from the data, the global
+batch and what one node has, never from the number of ranks.
 """
 
 import math
@@ -9,14 +9,18 @@ from dataclasses import dataclass
 
 from mpidp.hdf5.files.dataset import DataSet
 from mpidp.hdf5.order.lanes import automatic_lanes
-from mpidp.hdf5.order.order import Order
+from mpidp.hdf5.order.order import Order, Shuffle
 from mpidp.hdf5.rows.lane_gather import number_of_slots
+from mpidp.hdf5.rows.rows import CACHE_BYTES, LARGE_ROW_BYTES, reads_single_rows
 
 MOST_NODE_BYTES = 2 * 2**30
 _NODE_SHARE = 8
 _LEAST_LANES = 8
 _ENOUGH_CHUNKS = 8
 _MOST_MIXING_CHUNKS = 4
+_FEW_ROWS = 4
+_FEW_BATCHES = 4
+_WORTH_SEEKING_BYTES = 2**20
 
 
 def default_node_bytes(node_memory: int | None) -> int:
@@ -24,19 +28,61 @@ def default_node_bytes(node_memory: int | None) -> int:
     return MOST_NODE_BYTES if node_memory is None else min(MOST_NODE_BYTES, node_memory // _NODE_SHARE)
 
 
-def choose_mixing(dataset: DataSet, node_bytes: int, lanes: int | None, mixing_chunks: int | None) -> tuple[int, int]:
+def choose_shuffle(dataset: DataSet) -> Shuffle:
+    """Return "full" where samples can be read one by one at next to no cost, else "lanes", which reads whole chunks.
+
+    That is so for large samples (from 64 KiB on) with a chunk each, encoded or not; and for large samples that lie in
+    the file as they are, if a chunk has at most four of them or a sample is 1 MiB, so that seeking costs little.
+    """
+    chunk_rows = int(dataset.chunk_rows.max())
+    seeks_cost_little = chunk_rows <= _FEW_ROWS or dataset.row_bytes >= _WORTH_SEEKING_BYTES
+    alone = chunk_rows == 1 or (seeks_cost_little and _reads_single_rows(dataset))
+    return "full" if dataset.row_bytes >= LARGE_ROW_BYTES and alone else "lanes"
+
+
+def choose_mixing(
+    dataset: DataSet, node_bytes: int, lanes: int | None, mixing_chunks: int | None, global_batch: int = 64
+) -> tuple[int, int]:
     """Return lanes and mixing depth whose groups take up to half of `node_bytes`; those that are given stand.
 
-    Depth gives way first: many lanes of which each mixes one chunk mix better than few that mix four.
+    Depth gives way first: many lanes of which each mixes one chunk mix better than few that mix four. Chunks of large
+    samples (from 64 KiB on) are not mixed in a lane, and those of all lanes together hold at most four batches, though
+    there are eight lanes if `node_bytes` allows.
     """
+    is_large = dataset.row_bytes >= LARGE_ROW_BYTES
     if mixing_chunks is None:
         enough = min(_LEAST_LANES, dataset.num_rows) if lanes is None else lanes
-        depths = range(_MOST_MIXING_CHUNKS, 0, -1)
+        depths = range(1 if is_large else _MOST_MIXING_CHUNKS, 0, -1)
         fits = (depth for depth in depths if enough * depth * dataset.mean_chunk_bytes <= node_bytes / 2)
         mixing_chunks = next(fits, 1)
     if lanes is None:
-        lanes = automatic_lanes(dataset.num_rows, dataset.mean_chunk_bytes, mixing_chunks, node_bytes // 2)
+        most_bytes = node_bytes // 2
+        if is_large:
+            group_bytes = math.ceil(mixing_chunks * dataset.mean_chunk_bytes)
+            few_bytes = _FEW_BATCHES * global_batch * dataset.row_bytes
+            # More lanes than a batch has samples would hold more, and mix its samples no better.
+            most_bytes = min(most_bytes, max(min(few_bytes, global_batch * group_bytes), _LEAST_LANES * group_bytes))
+        lanes = automatic_lanes(dataset.num_rows, dataset.mean_chunk_bytes, mixing_chunks, most_bytes)
     return lanes, mixing_chunks
+
+
+def first_batch_bytes(order: Order, dataset: DataSet) -> int:
+    """Return about how many bytes of rows, as in memory, all ranks together read before the first batch is complete."""
+    chunk_rows = dataset.num_rows / len(dataset.chunk_rows)
+    if order.shuffle == "lanes":
+        of_lane, group_rows = order.global_batch / order.lanes, order.mixing_chunks * chunk_rows
+        rows = min(order.lanes, order.global_batch) * math.ceil(of_lane / group_rows) * group_rows
+    elif _reads_single_rows(dataset):
+        rows = order.global_batch
+    elif order.shuffle == "full":
+        rows = order.global_batch * chunk_rows
+    else:
+        rows = math.ceil(order.global_batch / chunk_rows) * chunk_rows
+    return dataset.row_bytes * min(math.ceil(rows), order.num_samples)
+
+
+def _reads_single_rows(dataset: DataSet, most_cache_bytes: int = CACHE_BYTES) -> bool:
+    return all(reads_single_rows(dataset, file, most_cache_bytes) for file in range(len(dataset.files)))
 
 
 @dataclass(frozen=True)
@@ -111,8 +157,9 @@ def amplification(order: Order, dataset: DataSet, rank_bytes: int, size: int) ->
     if order.shuffle == "lanes":
         return base * max(1.0, size / order.lanes)
     chunked = any(file.chunked for file in dataset.files)
+    whole = chunked and not _reads_single_rows(dataset, cache_bytes(rank_bytes))
     decoded_bytes = dataset.num_rows * dataset.row_bytes
-    if order.shuffle == "full" and chunked and decoded_bytes > kept_bytes(rank_bytes):
+    if order.shuffle == "full" and whole and decoded_bytes > kept_bytes(rank_bytes):
         return max(base, order.num_samples / len(order.chunk_rows))
     return base
 
@@ -123,7 +170,8 @@ def _field_factor(dataset: DataSet, number: int, rank_bytes: int) -> float:
     for file in dataset.files:
         storage = file.storages[number]
         rows += file.num_rows
-        taller = storage is not None and storage.chunked and storage.block_rows > file.range_rows
+        decoded_whole = storage is not None and storage.chunked and not storage.is_raw
+        taller = decoded_whole and storage is not None and storage.block_rows > file.range_rows
         again = taller and storage is not None and storage.block_bytes > cache_bytes(rank_bytes)
         decoded += file.num_rows * (-(-storage.block_rows // file.range_rows) if again and storage else 1)
     return decoded / rows
@@ -136,7 +184,7 @@ def kept_bytes(rank_bytes: int) -> int:
 
 def cache_bytes(rank_bytes: int) -> int:
     """Return how many bytes of decoded blocks that serve several ranges such a rank keeps."""
-    return min(64 * 2**20, rank_bytes // 8)
+    return min(CACHE_BYTES, rank_bytes // 8)
 
 
 def _repeated_decoding(order: Order, dataset: DataSet, rank_bytes: int, size: int) -> str:

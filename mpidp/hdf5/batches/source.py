@@ -46,17 +46,17 @@ class FileSource:
     def __init__(self, selection: Selection, ring: BatchRing, depth: int, line: str) -> None:
         self.line = line
         self._selection = selection
-        self._ring = ring
+        self.ring = ring
         self._depth = depth
 
     def steps(self, order: Order, share: Share, use: Resources) -> Stretch:
         """Return the steps of `share`, without end."""
-        made = partial(assemble, self._selection, order, share, self._ring, use)
-        return _by_thread_if_large(made, self._ring, self._depth)
+        made = partial(assemble, self._selection, order, share, self.ring, use)
+        return _by_thread_if_large(made, self.ring, self._depth)
 
     def renew(self, ring: BatchRing) -> None:
         """Go on with other shares: ranks have died."""
-        self._ring = ring
+        self.ring = ring
 
     def close(self) -> None:
         """Nothing is held."""
@@ -92,7 +92,7 @@ class MemorySource:
     def __init__(self, memory: Memory, selection: Selection, ring: BatchRing, depth: int) -> None:
         self._memory = memory
         self._fields = selection.dataset.fields
-        self._ring = ring
+        self.ring = ring
         self._depth = depth
         self._asked = False
 
@@ -104,11 +104,11 @@ class MemorySource:
     def steps(self, order: Order, share: Share, use: Resources) -> Stretch:
         """Return the steps of `share`, without end."""
         made = partial(self._fetched, order, share, self._depth == 0)
-        return made() if self._depth == 0 else _by_thread_if_large(made, self._ring, self._depth)
+        return made() if self._depth == 0 else _by_thread_if_large(made, self.ring, self._depth)
 
     def renew(self, ring: BatchRing) -> None:
         """Go on with other shares: ranks have died. Rows spread over all ranks are lost then."""
-        self._ring = ring
+        self.ring = ring
         self._asked = False
         self._memory.abandon()
 
@@ -125,7 +125,7 @@ class MemorySource:
         step, numbers = next(wanted)
         self._ask(numbers)
         for following, following_numbers in wanted:
-            rows = self._ring.take(len(numbers))
+            rows = self.ring.take(len(numbers))
             self._memory.finish(rows)
             self._asked = False
             if ahead:

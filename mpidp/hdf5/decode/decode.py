@@ -64,13 +64,15 @@ class Decoder:
         With `into`, room for just their bytes, whole blocks are decoded in place where they can be; the
         yielded values then lie in it. Raises OSError and `DataError`, which name the place in the file.
         """
-        if storage.is_plain:
-            yield Stored(start, self._plain(storage, start, stop, into), into is not None and not storage.inline)
+        offset = _raw_offset(storage, start, stop)
+        if offset >= 0:
+            values = self._raw_rows(storage, offset, stop - start, into)
+            yield Stored(start, values, into is not None and not storage.inline)
             return
         first, last = start // storage.block_rows, (stop - 1) // storage.block_rows
         if into is not None and len(into) == storage.chunk_bytes and storage.is_row_wise and first == last:
             # The usual case, a whole chunk for which there is just room, without the cost of the others.
-            yield Stored(start, self._chunk(storage, first, 0, self._raw_chunk(storage, first, into), into), True)
+            yield Stored(start, self._chunk(storage, first, 0, self._raw_chunk(storage, first), into), True)
             return
         for block, raw in self._raw_blocks(storage, first, last):
             begin = block * storage.block_rows
@@ -79,14 +81,14 @@ class Decoder:
             low, high = max(start, begin), min(stop, begin + storage.block_height(block))
             yield Stored(low, values[low - begin : high - begin], target is not None)
 
-    def _plain(self, storage: Storage, start: int, stop: int, into: Bytes | None) -> Array:
-        row_bytes, offset = storage.chunk_bytes, int(storage.offsets[0, 0])
+    def _raw_rows(self, storage: Storage, offset: int, count: int, into: Bytes | None) -> Array:
+        num_bytes = count * storage.row_bytes
         if storage.inline:
-            raw = np.frombuffer(storage.inline, np.uint8)[start * row_bytes : stop * row_bytes]
+            raw = np.frombuffer(storage.inline, np.uint8)[offset : offset + num_bytes]
         else:
-            raw = self._buffers.room("raw", (stop - start) * row_bytes) if into is None else into
-            self._files.read(storage.path, offset + start * row_bytes, raw)
-        return raw.view(storage.dtype).reshape(stop - start, *storage.row_shape)
+            raw = self._buffers.room("raw", num_bytes) if into is None else into
+            self._files.read(storage.path, offset, raw)
+        return raw.view(storage.dtype).reshape(count, *storage.row_shape)
 
     def _raw_blocks(self, storage: Storage, first: int, last: int) -> Iterator[tuple[int, list[Bytes | None]]]:
         """Yield (block, bytes of each of its tiles as stored), reading neighbours together."""
@@ -101,12 +103,12 @@ class Decoder:
                 yield block + number, pieces[number * tiles : (number + 1) * tiles]
             block += count
 
-    def _raw_chunk(self, storage: Storage, block: int, into: Bytes) -> Bytes | None:
-        """Return the bytes of the only chunk of a block, in `into` where they are its values as they are."""
+    def _raw_chunk(self, storage: Storage, block: int) -> Bytes | None:
+        """Return the bytes of the only chunk of a block as stored."""
         offset, size = int(storage.offsets[block, 0]), int(storage.sizes[block, 0])
         if offset < 0:
             return None
-        raw = into if not storage.filters and size == len(into) else self._buffers.room("raw", size)
+        raw = self._buffers.room("raw", size)
         self._files.read(storage.path, offset, raw)
         return raw
 
@@ -166,6 +168,18 @@ class Decoder:
         except DataError as error:
             place = f"chunk at byte {storage.offsets[block, tile]} of {storage.path}"
             raise DataError(f"{place}: {error}") from error
+
+
+def _raw_offset(storage: Storage, start: int, stop: int) -> int:
+    """Return where rows [start, stop) lie in the file, if as they are and in one piece; -1 if not."""
+    if storage.is_plain:
+        return int(storage.offsets[0, 0]) + start * storage.row_bytes
+    block, inside = divmod(start, storage.block_rows)
+    if not storage.is_raw or inside + stop - start > storage.block_rows:
+        return -1
+    offset, size = int(storage.offsets[block, 0]), int(storage.sizes[block, 0])
+    # A chunk that was never written has no place, and one of another size is damaged.
+    return offset + inside * storage.row_bytes if offset >= 0 and size == storage.chunk_bytes else -1
 
 
 def _place(storage: Storage, block: int, start: int, stop: int, into: Bytes | None) -> Bytes | None:

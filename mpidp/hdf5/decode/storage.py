@@ -69,6 +69,11 @@ class Storage:
         return int(np.prod(self.chunk, dtype=np.int64)) * self.dtype.itemsize
 
     @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of a row where `is_row_wise`, once filters are undone."""
+        return self.chunk_bytes // self.block_rows
+
+    @cached_property
     def block_bytes(self) -> int:
         """Bytes of a block once filters are undone, padding of edge chunks included."""
         return self.chunk_bytes * self.tiles_per_block
@@ -97,6 +102,11 @@ class Storage:
     def is_row_wise(self) -> bool:
         """Whether a block is one chunk of whole rows, one after another."""
         return self.axis == 0 and self.chunk[1:] == self.shape[1:]
+
+    @cached_property
+    def is_raw(self) -> bool:
+        """Whether every row lies in the file as it is, in one piece, so that any may be read alone."""
+        return self.is_row_wise and not self.filters
 
     def block_height(self, block: int) -> int:
         """Return the number of samples in a block; the last may be lower."""

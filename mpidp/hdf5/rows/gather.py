@@ -3,6 +3,7 @@
 This is for rows as they lie in the file and for any permutation; `lane_gather.py` is for rows in lanes.
 """
 
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 
@@ -20,11 +21,12 @@ class RowGatherer:
 
     Chunks of which parts are needed are decoded whole and kept while there is room, up to `most_bytes`; with
     `keep_all`, which is for orders that come back to every chunk, all of them in one block if it is so large.
-    Where nothing is encoded, just the rows that are needed are read.
+    Where nothing is encoded, just the rows that are needed are read. `room` gives memory for the rows of a chunk.
     """
 
-    def __init__(self, reader: PieceReader, most_bytes: int, keep_all: bool) -> None:
+    def __init__(self, reader: PieceReader, most_bytes: int, keep_all: bool, room: Callable[[int], Rows]) -> None:
         self._reader = reader
+        self._room = room
         self._edges = np.concatenate(([0], np.cumsum(reader.selection.chunk_rows)))
         self._chunks: Cache[int, Rows] = Cache(most_bytes, lambda rows: rows.num_bytes)
         num_rows = int(self._edges[-1])
@@ -32,18 +34,30 @@ class RowGatherer:
         self._all = reader.empty(num_rows) if keep_all and fits else None
         self._is_there = np.zeros(len(self._edges) - 1, dtype=np.bool_)
 
-    def gather(self, rows: IntArray, into: Rows) -> None:
-        """Fill `into` with the selected `rows`, in their order."""
+    def parts(self, rows: IntArray, most: int) -> list[IntArray]:
+        """Return the places of the selected `rows` in up to `most` parts, for a thread each; none cuts a chunk."""
+        if self._all is not None or most == 1 or not len(rows):
+            return [np.arange(len(rows))]
+        order, _, cuts = self._by_chunk(rows)
+        edges = [int(cuts[(len(cuts) - 1) * part // most]) for part in range(most + 1)]
+        return [order[a:b] for a, b in pairwise(edges) if a < b]
+
+    def gather(self, rows: IntArray, where: IntArray, into: Rows) -> None:
+        """Fill the places `where` of `into` with those of the selected `rows`."""
         if self._all is not None:
-            self._bring(np.searchsorted(self._edges, rows, side="right") - 1, self._all)
-            into.take_from(self._all, rows, np.arange(len(rows)))
+            self._bring(np.searchsorted(self._edges, rows[where], side="right") - 1, self._all)
+            into.take_from(self._all, rows[where], where)
             return
+        order, chunks, cuts = self._by_chunk(rows[where])
+        for a, b in pairwise(cuts.tolist()):
+            chunk, places = int(chunks[a]), where[order[a:b]]
+            self._chunk_rows(chunk, places, rows[places] - self._edges[chunk], into)
+
+    def _by_chunk(self, rows: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+        """Return places of ascending rows, the chunk of each, and where in these another chunk begins, ends added."""
         order = np.argsort(rows, kind="stable")
         chunks = np.searchsorted(self._edges, rows[order], side="right") - 1
-        cuts = np.flatnonzero(np.diff(chunks, prepend=-1, append=-1))
-        for a, b in pairwise(cuts.tolist()):
-            chunk = int(chunks[a])
-            self._chunk_rows(chunk, order[a:b], rows[order[a:b]] - self._edges[chunk], into)
+        return order, chunks, np.flatnonzero(np.diff(chunks, prepend=-1, append=-1))
 
     @property
     def holds_all(self) -> bool:
@@ -69,17 +83,18 @@ class RowGatherer:
         elif self._reader.reads_single_rows(chunk):
             self._single_rows(chunk, where, offsets, into)
         else:
-            kept = self._chunks.get(chunk, lambda: self._read_into(chunk, self._reader.empty(height)))
+            kept = self._chunks.get(chunk, lambda: self._read_into(chunk, self._room(height)))
             into.take_from(kept, offsets, where)
 
     def _single_rows(self, chunk: int, where: IntArray, offsets: IntArray, into: Rows) -> None:
         """Read each run of rows by itself."""
-        breaks = np.flatnonzero((np.diff(offsets) != 1) | (np.diff(where) != 1)) + 1
-        edges = [0, *breaks.tolist(), len(offsets)]
+        edges = [0, len(offsets)]
+        if len(offsets) > 1:
+            edges[1:1] = (np.flatnonzero((np.diff(offsets) != 1) | (np.diff(where) != 1)) + 1).tolist()
         for a, b in pairwise(edges):
             piece = Piece(chunk, int(offsets[a]), int(offsets[b - 1]) + 1)
             self._reader.read(piece, into.view(int(where[a]), int(where[a]) + b - a))
 
 
 def _is_run(where: IntArray) -> bool:
-    return bool((np.diff(where) == 1).all())
+    return len(where) == 1 or bool((np.diff(where) == 1).all())

@@ -1,6 +1,8 @@
 """Enters: a data set, perhaps one part of its rows, and ranges of them by chunk. Leaves: their values."""
 
+import threading
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -8,7 +10,7 @@ from mpidp.hdf5.files.dataset import DataSet, Rows
 from mpidp.hdf5.order.keyed import IntArray
 from mpidp.hdf5.order.lanes import Piece
 from mpidp.hdf5.order.split import Part, Split
-from mpidp.hdf5.rows.rows import RowReader
+from mpidp.hdf5.rows.rows import CACHE_BYTES, LARGE_ROW_BYTES, RowReader, reads_single_rows
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,16 @@ class Selection:
 class PieceReader:
     """Reads pieces: selected rows [start, stop) of a chunk; for any number of threads."""
 
-    def __init__(self, selection: Selection, cache_bytes: int = 64 * 2**20) -> None:
+    def __init__(self, selection: Selection, cache_bytes: int = CACHE_BYTES) -> None:
         self.selection = selection
         self._heights = selection.chunk_rows
         self._rows = RowReader(selection.dataset, cache_bytes)
+        dataset = selection.dataset
+        self._single = [reads_single_rows(dataset, file, cache_bytes) for file in range(len(dataset.files))]
+        self._spans = threading.local()
 
     def read(self, piece: Piece, into: Rows) -> None:
-        """Fill `into`, which has room for just the rows of `piece`, by one read of the span they lie in."""
+        """Fill `into`, which has room for just the rows of `piece`."""
         if piece.start == piece.stop:
             return
         # The rest of a chunk that is cut between lanes will be wanted too.
@@ -47,29 +52,40 @@ class PieceReader:
         if self.selection.split is not None:
             self._read_selected(piece, into, is_cut)
             return
-        dataset = self.selection.dataset
-        first = int(dataset.chunk_starts[piece.chunk]) + piece.start
-        count = piece.stop - piece.start
+        self._read_run(int(self.selection.dataset.chunk_starts[piece.chunk]) + piece.start, into, is_cut)
+
+    def _read_run(self, first: int, into: Rows, is_cut: bool) -> None:
+        """Fill `into` with rows from `first` on, counted over all files, straight from their place in the file."""
+        count = len(into.numbers)
         into.numbers[:] = np.arange(first, first + count)
-        file, start = dataset.file_of(first)
-        for number, field in enumerate(dataset.fields):
+        file, start = self.selection.dataset.file_of(first)
+        for number, field in enumerate(self.selection.dataset.fields):
             self._rows.read(file, number, start, start + count, into.fields[field.name], is_cut)
 
     def _read_selected(self, piece: Piece, into: Rows, is_cut: bool) -> None:
-        dataset = self.selection.dataset
-        offsets = self.selection.offsets(piece)
-        into.numbers[:] = dataset.chunk_starts[piece.chunk] + offsets
-        file, start = dataset.file_of(int(into.numbers[0]))
-        span = int(offsets[-1] - offsets[0]) + 1
-        for number, field in enumerate(dataset.fields):
-            values = np.empty((span, *field.shape), field.dtype)
-            self._rows.read(file, number, start, start + span, values, is_cut)
-            values.take(offsets - offsets[0], axis=0, out=into.fields[field.name], mode="clip")
+        """Fill `into` with the selected rows of a piece: run by run, or by one read of the span they lie in."""
+        rows = self.selection.dataset.chunk_starts[piece.chunk] + self.selection.offsets(piece)
+        breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+        is_large = self.selection.dataset.row_bytes >= LARGE_ROW_BYTES
+        if not len(breaks) or (is_large and self.reads_single_rows(piece.chunk)):
+            for a, b in pairwise([0, *breaks.tolist(), len(rows)]):
+                self._read_run(int(rows[a]), into.view(a, b), is_cut)
+            return
+        span = self._span(int(rows[-1] - rows[0]) + 1)
+        self._read_run(int(rows[0]), span, is_cut)
+        into.take_from(span, rows - rows[0], np.arange(len(rows)))
+
+    def _span(self, count: int) -> Rows:
+        """Return room for `count` rows that is this thread's, used again by its next span."""
+        span: Rows | None = getattr(self._spans, "rows", None)
+        if span is None or len(span.numbers) < count:
+            span = self._spans.rows = self.empty(count)
+        return span.view(0, count)
 
     def reads_single_rows(self, chunk: int) -> bool:
         """Whether rows of a chunk may be read one by one at no cost but that of the reads."""
         file, _ = self.selection.dataset.file_of(int(self.selection.dataset.chunk_starts[chunk]))
-        return all(storage is not None and storage.is_plain for storage in self.selection.dataset.files[file].storages)
+        return self._single[file]
 
     def empty(self, count: int) -> Rows:
         """Return room for `count` rows."""

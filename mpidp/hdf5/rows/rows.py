@@ -23,6 +23,8 @@ from mpidp.hdf5.rows.reader import Reader
 
 Array = npt.NDArray[Any]
 
+CACHE_BYTES = 64 * 2**20
+LARGE_ROW_BYTES = 64 * 2**10  # from here on a read of a single row is worth its cost
 _SMALL_RANGE_BYTES = 64 * 2**10
 _MOST_CUTS = 64
 
@@ -33,7 +35,7 @@ class RowReader:
     cache_bytes: decoded blocks that are taller than the ranges in which rows are read are kept up to this size.
     """
 
-    def __init__(self, dataset: DataSet, cache_bytes: int = 64 * 2**20) -> None:
+    def __init__(self, dataset: DataSet, cache_bytes: int = CACHE_BYTES) -> None:
         self._dataset = dataset
         self._cache_bytes = cache_bytes
         self._files = RawFiles()
@@ -101,23 +103,17 @@ class RowReader:
 
     def _is_worth_keeping(self, storage: Storage) -> bool:
         """Whether a block that is cut between lanes is decoded, and small beside what may be kept."""
-        return not storage.is_plain and storage.block_bytes <= self._cache_bytes // _MOST_CUTS
+        return not storage.is_raw and storage.block_bytes <= self._cache_bytes // _MOST_CUTS
 
     def _way(self, file: int, number: int) -> str:
-        small, several = self._is_small(file, number), self._serves_several(file, number)
-        return "small" if small else "kept" if several else "direct"
-
-    def _is_small(self, file: int, number: int) -> bool:
-        """Whether a field is held whole, because a read a range would cost more than its few bytes."""
-        stored, field = self._dataset.files[file], self._dataset.fields[number]
-        fits = self._dataset.num_rows * field.row_bytes <= self._cache_bytes // 4
-        return fits and stored.range_rows * field.row_bytes <= _SMALL_RANGE_BYTES
+        small = _is_small(self._dataset, file, number, self._cache_bytes)
+        return "small" if small else "kept" if self._serves_several(file, number) else "direct"
 
     def _serves_several(self, file: int, number: int) -> bool:
         """Whether a block is in several ranges, so that it is decoded once and kept, if it fits."""
         stored = self._dataset.files[file]
         storage = stored.storages[number]
-        if storage is None or storage.is_plain or storage.block_bytes > self._cache_bytes:
+        if storage is None or storage.is_raw or storage.block_bytes > self._cache_bytes:
             return False
         return stored.range_rows % storage.block_rows != 0
 
@@ -157,3 +153,19 @@ class RowReader:
             if not part.in_place:
                 begin = part.start - start
                 self._converters[file][number](part.values, into[begin : begin + len(part.values)])
+
+
+def reads_single_rows(dataset: DataSet, file: int, cache_bytes: int = CACHE_BYTES) -> bool:
+    """Whether rows of a file may be read one by one at no cost but that of the reads: raw, or of fields held whole."""
+    storages = dataset.files[file].storages
+    return all(
+        (storage is not None and storage.is_raw) or _is_small(dataset, file, number, cache_bytes)
+        for number, storage in enumerate(storages)
+    )
+
+
+def _is_small(dataset: DataSet, file: int, number: int, cache_bytes: int) -> bool:
+    """Whether a field is held whole, because a read a range would cost more than its few bytes."""
+    row_bytes = dataset.fields[number].row_bytes
+    fits = dataset.num_rows * row_bytes <= cache_bytes // 4
+    return fits and dataset.files[file].range_rows * row_bytes <= _SMALL_RANGE_BYTES

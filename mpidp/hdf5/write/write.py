@@ -1,12 +1,14 @@
 """Names, shapes and values enter; encoded chunks and finished HDF5 files leave.
 
-The only module that writes HDF5. Chunks are encoded by HDF5's own filters, in a file that exists in memory only, so
-that many processes can encode at once; `write_file` then lays the encoded bytes into the real file unchanged.
+Chunks are encoded outside of the file that they are for, so that several threads can do it at once; `write_file` lays
+the encoded bytes into it unchanged.
 """
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import h5py
@@ -14,22 +16,29 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidp.errors import DataError
+from mpidp.hdf5.write.copy import Template, TreeCopy, link_name
 from mpidp.hdf5.write.write_filters import Filters, creation_arguments
 
 # HDF5 keeps the size of a chunk in 32 bits.
 MOST_CHUNK_BYTES = 2**32 - 1
-_MEMORY_BLOCK_BYTES = 1 << 20
+_BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class NewDataset:
-    """A dataset to be written: `shape` with the rows first, and rows in chunks of `chunk_rows`."""
+    """A dataset to be written: `shape` with the rows first, and rows in chunks of `chunk_rows`.
+
+    `like` is the dataset of the template, "" without one, that its type, fill value and attributes are those of;
+    `dtype` has only to be of the same size. The last chunk is filled up with `fill`, a value's bytes, or with zeros.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     chunk_rows: int
-    attributes: Mapping[str, Any] = field(default_factory=dict)
+    type_name: str = ""
+    like: str = ""
+    fill: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -42,30 +51,13 @@ class EncodedChunk:
     data: bytes
 
 
-@dataclass(frozen=True)
-class Template:
-    """An HDF5 file to copy from: attributes and groups, and the datasets of `as_they_are` whole.
-
-    `datasets` are the names of those that are written anew and get their attributes from here.
-    """
-
-    path: str
-    datasets: tuple[str, ...]
-    as_they_are: tuple[str, ...]
-
-
 def encode(values: npt.NDArray[Any], new: NewDataset, filters: Filters) -> list[tuple[int, bytes]]:
-    """Return (filter mask, bytes) of each chunk of `values`, whose first row must start a chunk. In any process."""
-    if not len(values):
-        return []
-    arguments = {"driver": "core", "backing_store": False, "block_size": _MEMORY_BLOCK_BYTES}
-    with h5py.File("chunks of mpidp, in memory", "w", **arguments) as file:
-        dataset = _create(file, "values", values.shape, new, filters, is_open_ended=True)
-        dataset[...] = values
-        file.flush()
-        rest = (0,) * (values.ndim - 1)
-        starts = range(0, len(values), new.chunk_rows)
-        return [dataset.id.read_direct_chunk((start, *rest)) for start in starts]
+    """Return (filter mask, bytes) of each chunk of `values`, whose first row must start a chunk. In any thread."""
+    values = _filled_up(values, new)
+    if filters.compression not in ("none", "gzip") or filters.fletcher32:
+        return _encode_by_hdf5(values, new, filters)
+    chunks = (values[start : start + new.chunk_rows] for start in range(0, len(values), new.chunk_rows))
+    return [(0, _encode(np.ascontiguousarray(chunk), filters)) for chunk in chunks]
 
 
 def write_file(
@@ -75,80 +67,122 @@ def write_file(
     chunks: Iterable[EncodedChunk],
     texts: Mapping[str, Sequence[str]],
     template: Template | None = None,
+    remark: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Write a new HDF5 file from encoded chunks and flush it to the disk; what `path` held is lost.
+    """Write a new HDF5 file from encoded chunks and flush it to the disk.
 
-    `texts` become datasets of strings. Raises `DataError` when HDF5 cannot write it.
+    `texts` become datasets of strings; all that a template holds besides `datasets` is copied first, and `remark` is
+    told what cannot be. Raises `DataError` when HDF5 cannot write it.
     """
+    # Attributes over 64 KiB need object headers of HDF5 1.8 or later.
+    versions = ("v108", "latest") if template else None
     try:
-        with h5py.File(path, "w", locking=False) as file:
-            made = [_create(file, new.name, new.shape, new, filters, is_open_ended=False) for new in datasets]
+        with h5py.File(path, "w", locking=False, libver=versions) as file:
+            made = _copied(template, file, datasets, filters, remark) if template else {}
+            for new in datasets:
+                if new.name not in made:
+                    made[new.name] = _create(file, new, filters)
             for chunk in chunks:
-                target = made[chunk.dataset]
+                target = made[datasets[chunk.dataset].name]
                 place = (chunk.start, *(0,) * (len(target.shape) - 1))
                 target.id.write_direct_chunk(place, chunk.data, chunk.filter_mask)
-            for new, dataset in zip(datasets, made, strict=True):
-                dataset.attrs.update(new.attributes)
             for name, lines in texts.items():
                 file.create_dataset(name, data=list(lines), dtype=h5py.string_dtype())
-            if template is not None:
-                _copy_from(template, file)
         with open(path, "rb") as written:
             os.fsync(written.fileno())
     except OSError as error:
         raise DataError(f"{path}: cannot be written; check the space that is left there. {error}") from error
 
 
-def skipped_attributes(item: Any) -> list[str]:
-    """Return the names of the attributes that a copy cannot keep: references point into the file they are in."""
-    return [name for name in item.attrs if _holds_reference(item.attrs.get_id(name).dtype)]
+def _copied(
+    template: Template, file: Any, datasets: Sequence[NewDataset], filters: Filters, remark: Callable[[str], None]
+) -> dict[str, Any]:
+    """Copy what a template holds; return the datasets to be written anew, by name."""
+    by_name = {new.name: new for new in datasets}
+    made: dict[str, Any] = {}
+
+    def create(item: Any, way: str, into: Any, name: str) -> Any:
+        made[way] = _create_like(item, copy.type_of(item.id.get_type()), into, name, by_name[way], filters)
+        return made[way]
+
+    copy = TreeCopy(template, file, create)
+    copy.run()
+    for new in datasets:  # those that are put together of several
+        if new.name not in made:
+            parent, _, name = new.name.rpartition("/")
+            item, into = template.file[new.like], file.require_group(f"/{parent}")
+            made[new.name] = _create_like(item, copy.type_of(item.id.get_type()), into, name, new, filters)
+    for text in copy.remarks:
+        remark(text)
+    return made
 
 
-def holds_references(dataset: Any) -> bool:
-    """Return whether the values of an open dataset are references to objects or regions of their own file."""
-    return _holds_reference(dataset.id.dtype)
-
-
-def _holds_reference(dtype: np.dtype[Any]) -> bool:
-    inner = h5py.check_vlen_dtype(dtype)
-    parts = [dtype[name] for name in dtype.names] if dtype.names else []
-    parts += [np.dtype(inner)] if inner is not None else []
-    parts += [dtype.subdtype[0]] if dtype.subdtype else []
-    return h5py.check_ref_dtype(dtype) is not None or any(map(_holds_reference, parts))
-
-
-def _create(
-    file: Any, name: str, shape: tuple[int, ...], new: NewDataset, filters: Filters, is_open_ended: bool
-) -> Any:
-    """Create a dataset without values; only an open-ended one may be shorter than its chunk."""
-    rows = None if is_open_ended or shape[0] < new.chunk_rows else shape[0]
+def _create(file: Any, new: NewDataset, filters: Filters) -> Any:
+    """Create a dataset without values."""
     return file.create_dataset(
-        name,
-        shape,
+        new.name,
+        new.shape,
         new.dtype,
-        chunks=(new.chunk_rows, *shape[1:]),
-        maxshape=(rows, *shape[1:]),
+        chunks=(new.chunk_rows, *new.shape[1:]),
+        maxshape=(None if new.shape[0] < new.chunk_rows else new.shape[0], *new.shape[1:]),
         fletcher32=filters.fletcher32,
         **creation_arguments(filters),
     )
 
 
-def _copy_from(template: Template, file: Any) -> None:
-    with h5py.File(template.path, "r", locking=False) as source:
-        for name in template.as_they_are:
-            source.copy(source[name], file, name)
-        for name in template.datasets:
-            _copy_attributes(source[name], file[name])
-        _copy_attributes(source, file)
-        groups: list[str] = []
-        source.visititems(lambda name, item: groups.append(name) if isinstance(item, h5py.Group) else None)
-        for name in groups:
-            if name in file:  # a group of which nothing was taken is left out
-                _copy_attributes(source[name], file[name])
+def _create_like(item: Any, kind: Any, into: Any, name: str, new: NewDataset, filters: Filters) -> Any:
+    """Create a dataset without values: of type `kind`, and with the properties of `item` but for chunks and filters."""
+    with _in_memory() as file:
+        filtered = _create(file, replace(new, name="values"), filters).id.get_create_plist()
+    properties = item.id.get_create_plist()
+    if item.external:  # which no property list can be made to forget
+        properties = filtered
+    else:
+        properties.remove_filter(h5py.h5z.FILTER_ALL)
+        properties.set_chunk(filtered.get_chunk())
+        for number in range(filtered.get_nfilters()):
+            identifier, flags, values, _ = filtered.get_filter(number)
+            properties.set_filter(identifier, flags, values)
+        properties.set_alloc_time(h5py.h5d.ALLOC_TIME_INCR)
+    most = item.maxshape if item.shape == new.shape else new.shape
+    unlimited = tuple(h5py.h5s.UNLIMITED if length is None else length for length in most)
+    space = h5py.h5s.create_simple(new.shape, unlimited)
+    text, link_list = link_name(name)
+    return h5py.Dataset(h5py.h5d.create(into.id, text, kind, space, properties, link_list))
 
 
-def _copy_attributes(source: Any, target: Any) -> None:
-    skipped = skipped_attributes(source)
-    for name in source.attrs:
-        if name not in skipped:
-            target.attrs[name] = source.attrs[name]
+def _in_memory() -> Any:
+    name = f"chunks of mpidp, in memory, {threading.get_ident()}"  # HDF5 takes files of one name for one
+    return h5py.File(name, "w", driver="core", backing_store=False, block_size=_BLOCK_BYTES)
+
+
+def _filled_up(values: npt.NDArray[Any], new: NewDataset) -> npt.NDArray[Any]:
+    """Return the values with rows of fill values after them, up to the end of the last chunk."""
+    missing = -len(values) % new.chunk_rows
+    if not missing:
+        return values
+    whole = np.zeros((len(values) + missing, *values.shape[1:]), values.dtype)
+    whole[: len(values)] = values
+    if new.fill:
+        whole[len(values) :] = np.frombuffer(new.fill, values.dtype)[0]
+    return whole
+
+
+def _encode(chunk: npt.NDArray[Any], filters: Filters) -> bytes:
+    """Return a chunk as the filters shuffle and deflate of HDF5 make it; zlib releases Python's lock meanwhile."""
+    if filters.compression == "none":
+        return chunk.tobytes()
+    data = chunk.reshape(-1).view(np.uint8)
+    if filters.has_shuffle and chunk.dtype.itemsize > 1:
+        data = np.ascontiguousarray(data.reshape(-1, chunk.dtype.itemsize).T)
+    return zlib.compress(data.data, -1 if filters.level is None else filters.level)
+
+
+def _encode_by_hdf5(values: npt.NDArray[Any], new: NewDataset, filters: Filters) -> list[tuple[int, bytes]]:
+    """Encode in a file that exists in memory only: for other filters, which run one at a time under HDF5's lock."""
+    with _in_memory() as file:
+        dataset = _create(file, replace(new, name="values", shape=values.shape), filters)
+        dataset[...] = values
+        file.flush()
+        rest = (0,) * (values.ndim - 1)
+        return [dataset.id.read_direct_chunk((start, *rest)) for start in range(0, len(values), new.chunk_rows)]

@@ -13,39 +13,29 @@ import numpy.typing as npt
 
 from mpidp.errors import DataError
 from mpidp.hdf5.order.keyed import IntArray
-from mpidp.tools.convert.source import Source, SourceField, Values, file_identity, is_run
+from mpidp.tools.convert.source import Source, SourceField, Values, is_run
 
 
 class ArraySource(Source):
     """Arrays in .npy files, by name."""
 
-    def __init__(self, paths: dict[str, str], originals: Sequence[str]) -> None:
+    def __init__(self, paths: dict[str, str]) -> None:
         self._paths = paths
-        self._originals = list(originals)
         self._arrays: dict[str, npt.NDArray[Any]] = {}
         for name in paths:
             _check(paths[name], name, self._array(name))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_arrays": {}}
 
     @property
     def fields(self) -> tuple[SourceField, ...]:
         """One for each array."""
         arrays = {name: self._array(name) for name in self._paths}
-        return tuple(
-            SourceField(name, array.shape[0], array.shape[1:], array.dtype, {}) for name, array in arrays.items()
-        )
+        return tuple(SourceField(name, array.shape[0], array.shape[1:], array.dtype) for name, array in arrays.items())
 
     def take(self, names: Sequence[str], rows: IntArray) -> Values:
         """Return copies of the rows."""
         if is_run(rows):
             return {name: np.array(self._array(name)[rows[0] : rows[-1] + 1]) for name in names}
         return {name: self._array(name)[rows] for name in names}
-
-    def identity(self) -> dict[str, Any]:
-        """Return the files as they are, and the arrays that are taken."""
-        return {"source": [file_identity(path) for path in self._originals], "fields": list(self._paths)}
 
     def _array(self, name: str) -> npt.NDArray[Any]:
         if name not in self._arrays:
@@ -64,7 +54,7 @@ def open_npy(paths: Sequence[str]) -> ArraySource:
     for name in names:
         if names.count(name) > 1:
             raise DataError(f'{", ".join(paths)}: two files would both become dataset "{name}"; rename one')
-    return ArraySource(dict(zip(names, map(str, paths), strict=True)), paths)
+    return ArraySource(dict(zip(names, map(str, paths), strict=True)))
 
 
 def open_npz(path: str, fields: Sequence[str], scratch: Path) -> ArraySource:
@@ -88,7 +78,7 @@ def open_npz(path: str, fields: Sequence[str], scratch: Path) -> ArraySource:
                 _unpack(archive, f"{name}.npy", unpacked)
     except (zipfile.BadZipFile, OSError, EOFError, RuntimeError, zlib.error) as error:  # a password, another method
         raise DataError(f"{path}: cannot be read as .npz: {error}; write or copy it again") from error
-    return ArraySource({name: str(unpacked) for name, unpacked in paths.items()}, [path])
+    return ArraySource({name: str(unpacked) for name, unpacked in paths.items()})
 
 
 def _check_room(archive: zipfile.ZipFile, path: str, names: Sequence[str], folder: Path) -> None:
@@ -100,14 +90,9 @@ def _check_room(archive: zipfile.ZipFile, path: str, names: Sequence[str], folde
 
 
 def _unpack(archive: zipfile.ZipFile, name: str, target: Path) -> None:
-    """Write a member to its own file; ZIP's checksum is checked on the way. A whole one is not written again."""
-    if target.exists() and target.stat().st_size == archive.getinfo(name).file_size:
-        return
-    target.parent.mkdir(exist_ok=True)
-    unfinished = target.with_suffix(".unfinished")
-    with archive.open(name) as packed, open(unfinished, "wb") as unpacked:
+    """Write a member to its own file; ZIP's checksum is checked on the way."""
+    with archive.open(name) as packed, open(target, "wb") as unpacked:
         shutil.copyfileobj(packed, unpacked, 1 << 20)
-    unfinished.replace(target)
 
 
 def _check(path: str, name: str, array: npt.NDArray[Any]) -> None:

@@ -1,27 +1,27 @@
 """A source, a target and a layout enter; an HDF5 file leaves, whole or not at all. Behind `mpidp data convert`.
 
-Beside the target lie, until it is complete: TARGET.part and TARGET.part.jsonl, what has been encoded (convert_log.py);
-TARGET.part.d, what a source had to unpack; and TARGET.part.h5, the file while its chunks are put together.
+Until it is complete it lies beside the target, in a folder TARGET.*.part with what a source had to unpack.
 """
 
 import os
-import shutil
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 from mpidp.errors import ConfigError, DataError
 from mpidp.hdf5.files.file import open_file
-from mpidp.hdf5.write.write import write_file
-from mpidp.tools.convert.log import PartLog
+from mpidp.hdf5.write.write import EncodedChunk, encode, write_file
 from mpidp.tools.convert.plan import Layout, Plan, Task, make_plan
 from mpidp.tools.convert.source import Source
-from mpidp.tools.convert.workers import encode_all
 from mpidp.tools.table import size_text
 from mpidp.tools.ticker import Ticker
 from mpidp.world.flush import flush_folder
 
 MakeSource = Callable[[Path], Source]
+_MOST_NAMED = 10
 
 
 def convert(
@@ -36,36 +36,38 @@ def convert(
 ) -> str:
     """Write the target and return a line that says what it holds.
 
-    After a kill the same call goes on where it was. A target that exists is kept until its successor is complete.
+    A target that exists is kept until its successor is complete.
 
     Args:
         make_source: opens the source; it may unpack files into the folder that it is given.
         target: path of the file to write.
         layout: chunks, filters, order.
-        workers: processes that read and encode; 0 for one a core that this process may use.
-        memory_bytes: how much all workers together may hold; more only where a single chunk needs it.
+        workers: threads that read and encode; 0 for one a core that this process may use.
+        memory_bytes: how much all threads together may hold; more only where a single chunk needs it.
         overwrite: whether a file of that name may be replaced.
         speaks: whether to tell of progress on the standard error.
 
     Raises:
         ConfigError: the target exists, or options that do not fit the source.
-        DataError: a source that cannot be read, a target that cannot be written, or the part of another conversion.
+        DataError: a source that cannot be read, or a target that cannot be written.
     """
     path = _checked_target(target, overwrite)
-    scratch = Path(f"{path}.part.d")
     workers = workers or len(os.sched_getaffinity(0))
-    log = PartLog(path)  # before anything is unpacked: two processes would spoil each other's files
+    folder, name = os.path.split(path)
     try:
-        source = make_source(scratch)
-        plan = make_plan(source, layout, memory_bytes, workers)
-        log.begin({**source.identity(), **plan.identity()}, [group.task_rows for group in plan.groups])
-        plan = plan.with_task_rows(log.task_rows)
-        _encode(source, plan, log, workers, speaks)
-        _publish(source, plan, log, path, overwrite)
-    finally:
-        log.close()
-    log.remove()
-    shutil.rmtree(scratch, ignore_errors=True)
+        scratch = tempfile.TemporaryDirectory(prefix=f"{name}.", suffix=".part", dir=folder)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be written: {error.strerror}; choose another folder") from error
+    with scratch:
+        source = make_source(Path(scratch.name))
+        with closing(source):
+            plan = make_plan(source, layout, memory_bytes, workers)
+            written = os.path.join(scratch.name, "whole.h5")
+            _write(source, plan, written, workers, speaks)
+        if not overwrite:
+            _check_absent(path)  # once more: it took a while
+        os.replace(written, path)
+        flush_folder(Path(folder))
     return _summary(path, plan)
 
 
@@ -82,28 +84,46 @@ def _row_size(plan: Plan, number: int) -> int:
     return size
 
 
-def _encode(source: Source, plan: Plan, log: PartLog, workers: int, speaks: bool) -> None:
-    todo = [task for task in plan.tasks if task.number not in log.done]
-    remarks = [*source.remarks, *log.remarks]
-    if log.done:
-        remarks.append(f"going on where an earlier start was: {len(log.done)} of {len(plan.tasks)} parts are done")
-    if speaks:
-        for remark in remarks:
-            print(f"mpidp: {remark}", file=sys.stderr, flush=True)
-    with Ticker("converting", sum(task_bytes(plan, task) for task in todo), speaks) as ticker:
-        for task, chunks in encode_all(source, plan, todo, workers):
-            log.add(task.number, chunks)
-            ticker.add(task_bytes(plan, task))
+def _write(source: Source, plan: Plan, path: str, workers: int, speaks: bool) -> None:
+    def remark(text: str) -> None:
+        if speaks:
+            print(f"mpidp: {text}", file=sys.stderr, flush=True)
+
+    for text in source.remarks:
+        remark(text)
+    with Ticker("converting", sum(task_bytes(plan, task) for task in plan.tasks), speaks) as ticker:
+        chunks = _encoded(source, plan, workers, ticker)
+        write_file(path, plan.datasets, plan.layout.filters, chunks, source.texts, source.template, remark)
 
 
-def _publish(source: Source, plan: Plan, log: PartLog, path: str, overwrite: bool) -> None:
-    """Put the chunks together in a file of another name, and rename it when it is on the disk."""
-    assembled = f"{path}.part.h5"
-    write_file(assembled, plan.datasets, plan.layout.filters, log.chunks(), source.texts, source.template)
-    if not overwrite:
-        _check_absent(path)  # once more: it took a while
-    os.replace(assembled, path)
-    flush_folder(Path(path).parent)
+def _encoded(source: Source, plan: Plan, workers: int, ticker: Ticker) -> Iterator[EncodedChunk]:
+    """Yield all chunks, task by task; so many tasks as there are threads are in work at a time, and one more."""
+    tasks = iter(plan.tasks)
+    pool = ThreadPoolExecutor(workers)
+    try:
+        running: list[tuple[Task, Future[list[EncodedChunk]]]] = []
+        while True:
+            while len(running) <= workers and (task := next(tasks, None)) is not None:
+                running.append((task, pool.submit(_encode_task, source, plan, task)))
+            if not running:
+                return
+            done, future = running.pop(0)
+            yield from future.result()
+            ticker.add(task_bytes(plan, done))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _encode_task(source: Source, plan: Plan, task: Task) -> list[EncodedChunk]:
+    """Return the chunks of one task. In any thread."""
+    members = [(number, plan.datasets[number]) for number in task.group.fields]
+    values = source.take([new.name for _, new in members], plan.rows(task))
+    chunks: list[EncodedChunk] = []
+    for number, new in members:
+        encoded = encode(values.pop(new.name), new, plan.layout.filters)
+        starts = range(task.start, task.stop, new.chunk_rows)
+        chunks += [EncodedChunk(number, start, *chunk) for start, chunk in zip(starts, encoded, strict=True)]
+    return chunks
 
 
 def _checked_target(target: str, overwrite: bool) -> str:
@@ -129,9 +149,11 @@ def _summary(path: str, plan: Plan) -> str:
     if missing:
         raise DataError(f"{path}: dataset {missing[0]} is not as it was written; the disk may be failing")
     parts = [
-        f"{new.name} {' x '.join(map(str, new.shape))} {new.dtype} in chunks of {new.chunk_rows}"
-        for new in plan.datasets
+        f"{new.name} {' x '.join(map(str, new.shape))} {new.type_name} in chunks of {new.chunk_rows}"
+        for new in plan.datasets[:_MOST_NAMED]
     ]
+    if len(plan.datasets) > _MOST_NAMED:
+        parts.append(f"and {len(plan.datasets) - _MOST_NAMED:,} more")
     raw_bytes = sum(task_bytes(plan, task) for task in plan.tasks)
     sizes = f"{size_text(os.path.getsize(path))}, {size_text(raw_bytes)} decoded"
-    return f"{path}: {'; '.join(parts)}; {plan.layout.filters}; {sizes}"
+    return f"{path}: {'; '.join([*parts, str(plan.layout.filters), sizes])}"

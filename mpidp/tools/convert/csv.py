@@ -16,7 +16,7 @@ import numpy.typing as npt
 from mpidp.errors import ConfigError, DataError
 from mpidp.hdf5.order.keyed import IntArray
 from mpidp.tools.convert.csv_options import CsvOptions, choose, is_integer, is_number
-from mpidp.tools.convert.source import Source, SourceField, Values, file_identity, is_run
+from mpidp.tools.convert.source import Source, SourceField, Values, is_run
 
 LABELS, CLASSES = "y", "y_classes"
 
@@ -37,16 +37,13 @@ class CsvSource(Source):
         self._class_numbers = {name: number for number, name in enumerate(self._classes)}
         self._starts: IntArray | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_starts": None}
-
     @property
     def fields(self) -> tuple[SourceField, ...]:
         """x, and y where a label column was named."""
         count = len(self._row_starts())
         columns = [self._names[column] for column in self._columns]
-        x = SourceField("x", count, (len(columns),), np.dtype(self._options.dtype), {})
-        return (x,) if self._label is None else (x, SourceField(LABELS, count, (), self._label_type, {}))
+        x = SourceField("x", count, (len(columns),), np.dtype(self._options.dtype))
+        return (x,) if self._label is None else (x, SourceField(LABELS, count, (), self._label_type))
 
     @property
     def texts(self) -> Mapping[str, Sequence[str]]:
@@ -64,10 +61,6 @@ class CsvSource(Source):
             if self._label is not None:
                 y[place] = self._label_of(cells[self._label], row)
         return {name: values for name, values in (("x", self._narrow(x, rows)), (LABELS, y)) if name in names}
-
-    def identity(self) -> dict[str, Any]:
-        """Return the file as it is, and how it is read."""
-        return {"source": [file_identity(self._path)], "options": str(self._options)}
 
     def _header(self) -> list[str]:
         with self._open() as file:
@@ -99,7 +92,6 @@ class CsvSource(Source):
                         labels.add(self._cells(line, number)[self._label].strip())
                 header = header and not line.strip()
                 position += len(line)
-        self._starts_path.parent.mkdir(exist_ok=True)
         np.save(self._starts_path, np.frombuffer(starts, np.int64) if starts else np.zeros(0, np.int64))
         if all(map(is_integer, labels)):
             return (), np.dtype(np.int64)

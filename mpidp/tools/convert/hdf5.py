@@ -1,18 +1,20 @@
 """An HDF5 file enters, a source leaves: its datasets to be written with other chunks and filters."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mpidp.errors import DataError
-from mpidp.hdf5.files.dangling import virtual_gaps
+from mpidp.hdf5.files.damage import HDF5_ERRORS, damage_told
+from mpidp.hdf5.files.dangling import Tree, identity, named, too_large, virtual_gaps, walk
 from mpidp.hdf5.files.file import Facts, inspect, open_file
-from mpidp.hdf5.files.listing import list_datasets
+from mpidp.hdf5.files.raw import fill_bytes, raw_block
 from mpidp.hdf5.order.keyed import IntArray
-from mpidp.hdf5.write.write import Template, holds_references, skipped_attributes
-from mpidp.tools.convert.source import Source, SourceField, Values, file_identity
+from mpidp.hdf5.write.copy import Template, is_fixed_size
+from mpidp.tools.convert.source import Source, SourceField, Values
+from mpidp.tools.convert.stack import stack_of
 
 # Where there are no chunks, so much is read at a time.
 _SPAN_BYTES = 4 << 20
@@ -20,109 +22,169 @@ _CACHE_BYTES = 8 << 20
 
 
 class HDF5Source(Source):
-    """Datasets of one HDF5 file; those with rows are written anew, others are copied as they are."""
+    """Datasets of one HDF5 file; those with rows are written anew, as the bytes they are, others are copied whole.
 
-    def __init__(self, path: str, fields: Sequence[str]) -> None:
-        self._path = path
-        self._file: Any = None
+    Args:
+        path: the file.
+        fields: the only datasets to take; () for everything that is in the file.
+        expand_external: whether to copy what lies in other files.
+        stack: a group whose groups are rows: their datasets of equal names become one; None for none.
+    """
+
+    def __init__(
+        self, path: str, fields: Sequence[str], expand_external: bool = False, stack: str | None = None
+    ) -> None:
+        self._path, self._expand = path, expand_external
         self._remarks: list[str] = []
-        self._all = not fields
-        names = [name.strip("/") for name in fields] or [info.name for info in list_datasets(path).datasets]
-        if not names:
-            raise DataError(f"{path}: holds no datasets; give another file")
-        with open_file(path, _CACHE_BYTES) as file:
-            facts = {name: inspect(file, name) for name in names}
-            for name, fact in facts.items():
-                self._check(file, name, fact)
-            self._names = [name for name in names if _has_rows(file[name])]
-        self._others = [name for name in names if name not in self._names]
-        if self._others:
-            self._remarks.append(f"copied as they are: {', '.join(self._others)}")
+        self._file = open_file(path, _CACHE_BYTES)
+        try:
+            with damage_told(path):
+                self._choose(fields, stack)
+        except BaseException:
+            self.close()
+            raise
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_file": None}
+    def _choose(self, fields: Sequence[str], stack: str | None) -> None:
+        """Find out what to write anew, and check it."""
+        tree = self._tree(fields)
+        self._stack = None if stack is None else stack_of(self._file, self._path, stack)
+        self._wanted = tuple(name.strip("/") for name in fields)
+        self._datasets: dict[str, Any] = {}
+        whole: list[str] = []
+        types: dict[str, str] = {}
+        for name in self._wanted or self._names(tree):
+            facts = self._facts(name)
+            dataset = self._file[name]
+            if self._wanted and identity(dataset) in map(identity, self._datasets.values()):
+                continue  # another name of the same object becomes a link to it
+            if name not in tree.internal and _has_rows(dataset):
+                self._check(dataset, name, facts)
+                self._datasets[name], types[name] = dataset, facts.type_name
+            else:
+                whole.append(name)
+        if whole:
+            self._remarks.append(f"copied as they are: {named(whole)}")
+        self._remarks += [f"{name} is {what}, and stays one" for name, what in tree.sparse[:10]]
+        self._fields = [self._field(name, types[name]) for name in self._datasets]
+        if self._stack:
+            self._fields += self._stack.fields
+            self._remarks += self._stack.remarks
 
     @property
     def fields(self) -> tuple[SourceField, ...]:
-        """The datasets that are written anew; their types are those of the file, byte order and names included."""
-        datasets = {name: self._dataset(name) for name in self._names}
-        return tuple(
-            SourceField(name, d.shape[0], d.shape[1:], d.dtype, {}, d.chunks[0] if d.chunks else 1)
-            for name, d in datasets.items()
-        )
+        """The datasets that are written anew."""
+        return tuple(self._fields)
 
     def take(self, names: Sequence[str], rows: IntArray) -> Values:
         """Return the rows; each stretch of the file that holds some of them is read once."""
-        return {name: self._take(self._dataset(name), name, rows) for name in names}
+        return {name: self._take(self._datasets[name], name, rows) for name in names if name in self._datasets} | {
+            name: self._stack.take(name, rows) for name in names if name not in self._datasets and self._stack
+        }
 
-    def identity(self) -> dict[str, Any]:
-        """Return the file as it is, and the datasets that are taken."""
-        return {"source": [file_identity(self._path)], "fields": [*self._names, *self._others]}
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
     @property
     def template(self) -> Template:
         """This file."""
-        return Template(self._path, tuple(self._names), tuple(self._others))
+        left = self._stack.groups if self._stack else ()
+        return Template(self._file, tuple(self._datasets), self._wanted, frozenset(left), self._expand)
+
+    @property
+    def texts(self) -> Mapping[str, Sequence[str]]:
+        """The names of the groups that became rows."""
+        return self._stack.texts if self._stack else {}
 
     @property
     def remarks(self) -> Sequence[str]:
         """What is not written anew."""
         return self._remarks
 
-    def _check(self, file: Any, name: str, facts: Facts) -> None:
-        where = f'{self._path}: dataset "{name}"'
-        dataset = file[name]
-        if holds_references(dataset):
+    def _tree(self, fields: Sequence[str]) -> Tree:
+        tree = walk(self._file)
+        if fields:
+            return tree
+        if tree.damaged:
+            found = "; ".join(f'"{name}" {text}' for name, text in tree.damaged[:10])
             raise DataError(
-                f"{where} holds references into its own file, which mean nothing in another; name the datasets to "
-                "convert by --fields"
+                f"{self._path}: {len(tree.damaged)} damaged, {found}; name the datasets to convert by --fields"
             )
+        if not tree.datasets and not tree.links:
+            raise DataError(f"{self._path}: holds no datasets; give another file")
+        return tree
+
+    def _names(self, tree: Tree) -> list[str]:
+        """Return the datasets to take where none are named: not those that stay links, nor those that are stacked."""
+        skipped = tuple(f"{name}/" for name in (self._stack.groups if self._stack else ()))
+        if self._stack is None:
+            for path, groups in tree.stacks.items():
+                self._remarks.append(
+                    f'"{path or "/"}" holds {len(groups):,} groups, {named(groups, 3)}; if each is a sample, '
+                    f"--stack-groups={path or '/'} makes one dataset for each field of them"
+                )
+        here = [name for name in tree.datasets if not (skipped and name.startswith(skipped))]
+        home = identity(self._file)[0]
+        return here if self._expand else [name for name in here if identity(self._file[name])[0] == home]
+
+    def _facts(self, name: str) -> Facts:
+        where = f'{self._path}: dataset "{name}"'
+        with damage_told(self._path, name):
+            facts = inspect(self._file, name)
+            is_elsewhere = identity(self._file[name])[0] != identity(self._file)[0]
+        elsewhere = "reached by an external link" if is_elsewhere else facts.elsewhere
+        is_own = elsewhere.endswith(" over .")  # a virtual dataset over datasets of its own file
+        if elsewhere and not is_own and not self._expand:
+            raise DataError(
+                f"{where} is {elsewhere}; --expand-external copies what external files hold, and --fields names "
+                "datasets to convert without it"
+            )
+        return facts
+
+    def _check(self, dataset: Any, name: str, facts: Facts) -> None:
+        where = f'{self._path}: dataset "{name}"'
         if facts.unknown_filters:
             raise DataError(
                 f"{where} is compressed with filter {', '.join(facts.unknown_filters)}, which this HDF5 library does "
                 "not know; pip install 'mpidp[compression]'"
             )
-        gaps = facts.unwritten or virtual_gaps(dataset)
-        if gaps:
+        if damage := too_large(dataset):
+            raise DataError(f"{where} is damaged: {damage}")
+        if gaps := facts.unwritten or virtual_gaps(dataset):
+            verb = "were" if gaps.endswith("chunks") and not gaps.startswith("1 ") else "was"
             raise DataError(
-                f"{where}: {gaps} was never written or is missing, and would be converted as fill values; mend the "
+                f"{where}: {gaps} {verb} never written or is missing, and would be converted as fill values; mend the "
                 "file, or name other datasets by --fields"
             )
-        if facts.type_name == "bfloat16":
-            self._remarks.append(f"{name}: is bfloat16 and written as float32, which holds the same values")
-        skipped = skipped_attributes(dataset)
-        if skipped:
-            self._remarks.append(f"{name}: left out attributes that refer into the old file: {', '.join(skipped)}")
 
-    def _dataset(self, name: str) -> Any:
-        if self._file is None:
-            self._file = open_file(self._path, _CACHE_BYTES)
-        return self._file[name]
+    def _field(self, name: str, type_name: str) -> SourceField:
+        dataset = self._datasets[name]
+        dtype = np.dtype((np.void, dataset.id.get_type().get_size()))
+        height = dataset.chunks[0] if dataset.chunks else 1
+        fill = fill_bytes(dataset)
+        return SourceField(name, dataset.shape[0], dataset.shape[1:], dtype, height, type_name, name, fill)
 
     def _take(self, dataset: Any, name: str, rows: IntArray) -> npt.NDArray[Any]:
-        values = np.empty((len(rows), *dataset.shape[1:]), dataset.dtype)
+        row_bytes = max(1, dataset.id.get_type().get_size() * int(np.prod(dataset.shape[1:], dtype=np.int64)))
+        values = np.empty((len(rows), *dataset.shape[1:]), np.dtype((np.void, dataset.id.get_type().get_size())))
         order = np.argsort(rows, kind="stable")
         ordered = rows[order]
-        height = dataset.chunks[0] if dataset.chunks else max(1, _SPAN_BYTES // (dataset.nbytes // len(dataset)))
+        height = dataset.chunks[0] if dataset.chunks else max(1, _SPAN_BYTES // row_bytes)
         cuts = np.flatnonzero(np.diff(ordered // height)) + 1
         for places, wanted in zip(np.split(order, cuts), np.split(ordered, cuts), strict=True):
             first, last = int(wanted[0]), int(wanted[-1])
+            rest = dataset.shape[1:]
             try:
-                values[places] = dataset[first : last + 1][wanted - first]
-            except OSError as error:
+                block = raw_block(dataset, (first, *(0,) * len(rest)), (last - first + 1, *rest))
+            except HDF5_ERRORS as error:
                 raise DataError(
                     f'{self._path}: dataset "{name}", rows {first} to {last} cannot be read; mpidp data verify '
                     f"{self._path} lists all that is damaged. HDF5 says: {error}"
                 ) from error
+            values[places] = block[wanted - first]
         return values
 
 
 def _has_rows(dataset: Any) -> bool:
     """Return whether a dataset has rows of fixed size; text of any length, single values and the like have not."""
-    if not dataset.shape or 0 in dataset.shape[1:]:
-        return False
-    try:
-        dtype = dataset.dtype
-    except TypeError:
-        return False
-    return not dtype.hasobject
+    return bool(dataset.shape) and 0 not in dataset.shape and is_fixed_size(dataset.id.get_type())

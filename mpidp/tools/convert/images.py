@@ -49,8 +49,8 @@ class ImageSource(Source):
         """x, of (channels, height, width), and y."""
         code, channels = MODES[self._mode]
         width, height = self._size
-        x = SourceField("x", len(self._files), (channels, height, width), np.dtype(code), {})
-        return x, SourceField("y", len(self._files), (), np.dtype(np.int64), {})
+        x = SourceField("x", len(self._files), (channels, height, width), np.dtype(code))
+        return x, SourceField("y", len(self._files), (), np.dtype(np.int64))
 
     @property
     def texts(self) -> Mapping[str, Sequence[str]]:
@@ -72,12 +72,6 @@ class ImageSource(Source):
                 x[place] = self._pixels(self._folder / self._files[row])
             values["x"] = x
         return values
-
-    def identity(self) -> dict[str, Any]:
-        """Return the files by number, total size and newest change, and how they are read."""
-        stats = [(self._folder / name).stat() for name in self._files]
-        found = [len(stats), sum(s.st_size for s in stats), max(s.st_mtime_ns for s in stats)]
-        return {"source": [str(self._folder.absolute()), *found], "options": str(self._options)}
 
     def _list(self) -> tuple[list[str], list[int]]:
         suffixes = {suffix for suffix, name in _pillow().registered_extensions().items() if name in FORMATS}

@@ -67,11 +67,6 @@ class SyntheticSource(Source):
             for name in names
         }
 
-    def identity(self) -> dict[str, Any]:
-        """Return everything that the values depend on."""
-        fields = [[field.name, str(field.dtype), list(field.shape)] for field in self._fields]
-        return {"source": ["synthetic", self._num_rows, self._classes, self._seed, fields]}
-
     def _labels(self, rows: IntArray) -> IntArray:
         drawn = _rows_of_blocks(rows, _BLOCK_VALUES, lambda block: words(_BLOCK_VALUES, self._seed, _LABELS, block))
         return (drawn % np.uint64(self._classes)).astype(np.int64)
@@ -145,4 +140,4 @@ def _parse(text: str, num_rows: int) -> SourceField:
             f"--field={text}; expected NAME:TYPE or NAME:TYPE:SIZE,SIZE, such as x:float32:3,32,32 or y:int64 (types "
             "are NumPy's: bool, int8 to int64, uint8 to uint64, float16 to float64)"
         )
-    return SourceField(found[1].strip("/"), num_rows, shape, dtype, {})
+    return SourceField(found[1].strip("/"), num_rows, shape, dtype)

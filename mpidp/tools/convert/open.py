@@ -19,11 +19,14 @@ from mpidp.tools.convert.plan import Layout
 from mpidp.tools.convert.source import Source
 from mpidp.tools.data_options import ConvertOptions, MakeOptions, Written
 
-HDF5_SUFFIXES = (".h5", ".hdf5", ".he5", ".hdf", ".nc", ".mat")
+_HDF5_SUFFIXES = (".h5", ".hdf5", ".he5", ".hdf", ".nc", ".mat")
+# What nobody means to be the name of an HDF5 file.
+_OTHER_SUFFIXES = (".npy", ".npz", ".csv", ".tsv", ".txt", ".png", ".jpg", ".jpeg")
+_HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _ONLY = {
     "npy": (),
     "npz": ("fields",),
-    "hdf5": ("fields",),
+    "hdf5": ("fields", "expand_external", "stack_groups"),
     "images": ("resize", "mode"),
     "csv": ("label", "columns", "dtype", "delimiter", "no_header", "empty_as_nan"),
 }
@@ -34,14 +37,16 @@ def convert_by(options: ConvertOptions) -> str:
     *sources, target = options.paths
     kind = _kind(sources)
     _check_options(options, kind)
-    if Path(target).suffix.lower() not in HDF5_SUFFIXES:
+    if Path(target).suffix.lower() in ("", *_OTHER_SUFFIXES):
         raise ConfigError(
-            f"{target}: the last word is the HDF5 file to write; expected a name that ends in .h5 or .hdf5"
+            f"{target}: the last word is the HDF5 file to write; expected a name that ends in .h5, .hdf5 or the like"
         )
     if os.path.exists(target) and any(os.path.samefile(path, target) for path in sources):
         raise ConfigError(f"{target}: is source and target; write to another name, then rename it")
     if len(set(options.fields)) < len(options.fields):
         raise ConfigError(f"--fields={','.join(options.fields)}; give each only once.")
+    if options.fields and options.stack_groups is not None:
+        raise ConfigError("--fields and --stack-groups both say what to take; give one of them.")
     if options.shuffle_rows is not None:
         check_seed(options.shuffle_rows)
     return convert(
@@ -83,7 +88,7 @@ def _kind_of(path: str) -> str:
     if os.path.isdir(path):
         return "images"
     suffix = Path(path).suffix.lower()
-    if suffix in HDF5_SUFFIXES:
+    if suffix in _HDF5_SUFFIXES or _is_hdf5(path):
         return "hdf5"
     kinds = {".npy": "npy", ".npz": "npz", ".csv": "csv", ".tsv": "csv", ".txt": "csv"}
     if suffix not in kinds:
@@ -91,6 +96,19 @@ def _kind_of(path: str) -> str:
             f"{path}: unknown kind of source; expected .npy, .npz, .csv, .h5 or .hdf5, or a folder of images"
         )
     return kinds[suffix]
+
+
+def _is_hdf5(path: str) -> bool:
+    """Return whether a file, whatever its name, begins as HDF5 files do, or goes on so after a block of the user's."""
+    try:
+        with open(path, "rb") as file:
+            for start in (0, 512, 1024, 2048):
+                file.seek(start)
+                if file.read(len(_HDF5_SIGNATURE)) == _HDF5_SIGNATURE:
+                    return True
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    return False
 
 
 def _check_options(options: ConvertOptions, kind: str) -> None:
@@ -106,7 +124,7 @@ def _opener(kind: str, sources: list[str], options: ConvertOptions) -> Callable[
     openers: dict[str, Callable[[Path], Source]] = {
         "npy": lambda scratch: open_npy(sources),
         "npz": lambda scratch: open_npz(path, options.fields, scratch),
-        "hdf5": lambda scratch: HDF5Source(path, options.fields),
+        "hdf5": lambda scratch: HDF5Source(path, options.fields, options.expand_external, options.stack_groups),
         "images": lambda scratch: ImageSource(path, ImageOptions(_size(options.resize), options.mode)),
         "csv": lambda scratch: CsvSource(path, _csv_options(path, options), scratch),
     }

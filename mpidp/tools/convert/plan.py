@@ -1,9 +1,8 @@
 """A source and settings enter; the datasets to write and the tasks that make them leave. Arithmetic only."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -17,11 +16,11 @@ from mpidp.tools.convert.source import Source, SourceField
 DEFAULT_CHUNK_BYTES = 512 << 10
 # Small files get smaller chunks, down to this: lanes and ranks need some chunks to share.
 SMALL_CHUNK_BYTES, ENOUGH_CHUNKS = 16 << 10, 64
-# A task is long beside the messages that deal it, and short beside the memory of any machine.
+# A task is long beside the time to start it, and short beside the memory of any machine.
 TASK_BYTES = 4 << 20
 # So many chunks of the source are in a task, of which the first and the last may belong to two tasks.
 READ_STRETCHES = 4
-# Rows as they came, rows in HDF5's memory, the part of the source being read, and results on their way twice.
+# Rows as they came, rows shuffled, the part of the source being read, and results of this task and of one that waits.
 COPIES = 5
 
 
@@ -75,19 +74,6 @@ class Plan:
             return places
         return Bijection(task.group.num_rows, self.layout.shuffle_seed, 0)(places)
 
-    def with_task_rows(self, task_rows: list[int]) -> "Plan":
-        """Return the same plan cut into the tasks of an earlier start."""
-        groups = tuple(replace(group, task_rows=rows) for group, rows in zip(self.groups, task_rows, strict=True))
-        return replace(self, groups=groups)
-
-    def identity(self) -> dict[str, Any]:
-        """Return what must be the same (as JSON) for a conversion to be continued."""
-        return {
-            "datasets": [[new.name, list(new.shape), str(new.dtype), new.chunk_rows] for new in self.datasets],
-            "filters": str(self.layout.filters),
-            "shuffle_rows": self.layout.shuffle_seed,
-        }
-
     def _bounds(self) -> Iterator[tuple[Group, int, int]]:
         for group in self.groups:
             for start in range(0, group.num_rows, group.task_rows):
@@ -123,7 +109,15 @@ def make_plan(source: Source, layout: Layout, memory_bytes: int, workers: int) -
         groups.append(_group(members, [fields[number] for number in members], layout, most_bytes))
     chunk_rows = {number: group.chunk_rows for group in groups for number in group.fields}
     datasets = tuple(
-        NewDataset(field.name, (field.num_rows, *field.shape), field.dtype, chunk_rows[number], field.attributes)
+        NewDataset(
+            field.name,
+            (field.num_rows, *field.shape),
+            field.dtype,
+            chunk_rows[number],
+            field.type_name or str(field.dtype),
+            field.like,
+            field.fill,
+        )
         for number, field in enumerate(fields)
     )
     return Plan(datasets, tuple(groups), layout)

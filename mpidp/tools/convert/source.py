@@ -1,16 +1,15 @@
-"""Enters: nothing. Leaves: what every source of a conversion offers, so that it can be read in any process."""
+"""Enters: nothing. Leaves: what every source of a conversion offers, so that it can be read in any thread."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mpidp.hdf5.order.keyed import IntArray
-from mpidp.hdf5.write.write import Template
+from mpidp.hdf5.write.copy import Template
 
 Values = dict[str, npt.NDArray[Any]]
 
@@ -19,15 +18,18 @@ Values = dict[str, npt.NDArray[Any]]
 class SourceField:
     """A dataset that the conversion will write: `num_rows` arrays of `shape`.
 
-    `read_rows` are the rows that a source has to decode together, 1 where it reads any row by itself.
+    `read_rows` are the rows that a source has to decode together, 1 where it reads any row by itself. For `type_name`,
+    `like` and `fill` see `NewDataset`.
     """
 
     name: str
     num_rows: int
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    attributes: Mapping[str, Any]
     read_rows: int = 1
+    type_name: str = ""
+    like: str = ""
+    fill: bytes = b""
 
     @property
     def row_bytes(self) -> int:
@@ -36,7 +38,7 @@ class SourceField:
 
 
 class Source(ABC):
-    """Rows to be written as HDF5. It is pickled and read in several processes; open files stay behind."""
+    """Rows to be written as HDF5. Several threads take rows at once."""
 
     @property
     @abstractmethod
@@ -50,9 +52,9 @@ class Source(ABC):
         Raises `DataError` naming the place for values that cannot be read.
         """
 
-    @abstractmethod
-    def identity(self) -> dict[str, Any]:
-        """Return what must be the same (as JSON) for a conversion to be continued."""
+    def close(self) -> None:
+        """Close what is open."""
+        return
 
     @property
     def texts(self) -> Mapping[str, Sequence[str]]:
@@ -61,19 +63,13 @@ class Source(ABC):
 
     @property
     def template(self) -> Template | None:
-        """The HDF5 file whose attributes are copied."""
+        """The HDF5 file of which all that is not written anew is copied."""
         return None
 
     @property
     def remarks(self) -> Sequence[str]:
         """What the user should know: what was left out, and why."""
         return ()
-
-
-def file_identity(path: str | Path) -> list[Any]:
-    """Return what tells whether a file is still the same: absolute path, bytes, time of the last change in ns."""
-    status = Path(path).stat()
-    return [str(Path(path).absolute()), status.st_size, status.st_mtime_ns]
 
 
 def is_run(rows: IntArray) -> bool:

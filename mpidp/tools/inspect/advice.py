@@ -3,10 +3,11 @@
 import math
 import shlex
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from mpidp.hdf5.files.dangling import named
 from mpidp.hdf5.files.listing import DatasetInfo
 from mpidp.tools.convert.plan import default_chunk_rows
 from mpidp.tools.table import size_text
@@ -29,6 +30,15 @@ def advice(path: str, datasets: Sequence[DatasetInfo]) -> list[str]:
     for dataset in usable:
         lines += [f"{dataset.name}: {text}" for text in _of_dataset(path, dataset, dataset in largest.values())]
     return [*lines, *_of_heights(path, usable)]
+
+
+def stack_advice(path: str, stacks: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return what to do about groups that hold a group for each sample."""
+    return [
+        f'"{base or "/"}" holds {len(names):,} groups, {named(names, 3)}; the loader needs one dataset for each field: '
+        f"{_command(path)} --stack-groups={shlex.quote(base or '/')}"
+        for base, names in stacks.items()
+    ]
 
 
 def _of_dataset(path: str, dataset: DatasetInfo, is_largest: bool) -> Iterator[str]:
@@ -86,7 +96,7 @@ def _of_heights(path: str, datasets: Sequence[DatasetInfo]) -> Iterator[str]:
             by_rows[dataset.facts.shape[0]].append((dataset.name, dataset.facts.chunks[0]))
     for members in by_rows.values():
         if len({height for _, height in members}) > 1:
-            found = ", ".join(f"{name} {height}" for name, height in members)
+            found = named([f"{name} {height}" for name, height in members])
             yield f"chunks differ in their rows ({found}), and are best equal where read together: {_command(path)}"
 
 

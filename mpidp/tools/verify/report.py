@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from mpidp.hdf5.files.dangling import named
 from mpidp.tools.table import size_text
 from mpidp.tools.verify.scan import Bad, Finding, Scan, Work
 
@@ -15,7 +16,10 @@ _KIND_TEXT = {
 
 @dataclass(frozen=True)
 class FileReport:
-    """All that was found in a file; `findings` are those that are named, `num_findings` counts all."""
+    """All that was found in a file; `findings` are those that are named, `num_findings` counts all.
+
+    `unlooked` are datasets whose values were decoded only.
+    """
 
     file: str
     num_datasets: int
@@ -23,14 +27,22 @@ class FileReport:
     read_bytes: int
     findings: tuple[Finding, ...]
     num_findings: int
+    unlooked: tuple[str, ...] = ()
 
 
-def merge(path: str, works: Sequence[Work], found: Sequence[Finding], scans: Sequence[Scan], limit: int) -> FileReport:
+def merge(
+    path: str,
+    works: Sequence[Work],
+    found: Sequence[Finding],
+    scans: Sequence[Scan],
+    limit: int,
+    unlooked: tuple[str, ...] = (),
+) -> FileReport:
     """Put together what rank 0 found in the metadata and what all ranks found in the values.
 
     Of chunks that are missing, and of those that cannot be read, `limit` are named, and all are counted.
     """
-    missing = [finding for work in works for finding in _missing(path, work)]
+    missing = [finding for work in works if not work.may_miss for finding in _missing(path, work)]
     unreadable = sorted((f for scan in scans for f in scan.findings), key=lambda f: (f.dataset, f.rows or (0, 0)))
     bad: dict[tuple[str, str, str], Bad] = {}
     for scan in scans:
@@ -45,12 +57,15 @@ def merge(path: str, works: Sequence[Work], found: Sequence[Finding], scans: Seq
         sum(scan.read_bytes for scan in scans),
         (*found, *missing[:limit], *unreadable[:limit], *values),
         len(found) + len(missing) + sum(scan.unreadable for scan in scans) + len(values),
+        unlooked,
     )
 
 
 def to_text(report: FileReport) -> str:
     """Return a line for the file and one for each finding that is named."""
     what = f"{report.num_datasets} datasets, {report.num_pieces} chunks or ranges, {size_text(report.read_bytes)} read"
+    if report.unlooked:
+        what += f" (values decoded, but not looked at: {named(report.unlooked)})"
     if not report.num_findings:
         return f"{report.file}: {what}: sound"
     lines = [f"{report.file}: {what}: {report.num_findings} {'finding' if report.num_findings == 1 else 'findings'}"]

@@ -5,12 +5,15 @@ Every chunk is decoded by HDF5 itself, which checks the checksums of fletcher32 
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from mpidp.hdf5.files.damage import HDF5_ERRORS
+from mpidp.hdf5.files.raw import raw_block
 from mpidp.hdf5.order.keyed import IntArray
 
 # So much is dealt to a rank at a time, and read at a time where there are no chunks.
@@ -45,7 +48,8 @@ class Work:
     """A dataset as one rank described it to all: its shape, the grid of pieces to read, and which are not there.
 
     `piece` is a chunk's shape, or where there are no chunks a range of rows of about 8 MiB. Pieces are numbered with
-    the last axis fastest. `missing` are the numbers (int64, ascending) of chunks that were never written.
+    the last axis fastest. `missing` are the numbers (int64, ascending) of chunks never written; with `may_miss`
+    that is no finding.
     """
 
     name: str
@@ -54,6 +58,7 @@ class Work:
     is_chunked: bool
     row_major_bytes: int
     missing: IntArray
+    may_miss: bool = False
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -124,8 +129,8 @@ class Scan:
         """Read one piece and look at its values; what HDF5 cannot read is a finding, and no reason to stop."""
         slices = work.slices(number)
         try:
-            values = dataset[slices] if slices else np.asarray(dataset[()])
-        except (OSError, RuntimeError, ValueError) as error:
+            values = self._values(dataset, slices)
+        except HDF5_ERRORS as error:
             self.unreadable += 1
             if len(self.findings) < self.limit:
                 self.findings.append(_unreadable(file, dataset, work, number, error))
@@ -134,6 +139,14 @@ class Scan:
         origin = tuple(part.start for part in slices)
         for member, part in _numbers(values):
             self._look(work.name, member, part, origin)
+
+    def _values(self, dataset: Any, slices: Slices) -> npt.NDArray[Any]:
+        try:
+            dtype = dataset.dtype
+        except HDF5_ERRORS:  # NumPy has no such type; decoding checks the checksums all the same
+            shape = tuple(part.stop - part.start for part in slices)
+            return raw_block(dataset, tuple(part.start for part in slices), shape)
+        return np.asarray(dataset[slices] if slices else dataset[()], dtype if dtype.hasobject else None)
 
     def _look(self, name: str, member: str, values: npt.NDArray[Any], origin: tuple[int, ...]) -> None:
         if values.dtype.kind in "fc":
@@ -203,6 +216,7 @@ def _unreadable(file: str, dataset: Any, work: Work, number: int, error: Excepti
     rows = (slices[0].start, slices[0].stop - 1) if slices else None
     text = f"cannot be read: {error}"
     if work.is_chunked:
-        info = dataset.id.get_chunk_info_by_coord(tuple(part.start for part in slices))
-        text = f"cannot be decoded ({info.size} bytes at {info.byte_offset} of the file): {error}"
+        with suppress(*HDF5_ERRORS):
+            info = dataset.id.get_chunk_info_by_coord(tuple(part.start for part in slices))
+            text = f"cannot be decoded ({info.size} bytes at {info.byte_offset} of the file): {error}"
     return Finding("unreadable", file, work.name, rows, work.place(number) if work.is_chunked else None, text)

@@ -7,11 +7,11 @@ MPI is started. Collective where there are several ranks.
 import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mpidp.errors import DataError
-from mpidp.hdf5.files.dangling import virtual_gaps, walk
+from mpidp.hdf5.files.damage import HDF5_ERRORS
+from mpidp.hdf5.files.dangling import too_large, virtual_gaps, walk
 from mpidp.hdf5.files.file import inspect, open_file
 from mpidp.tools.data_options import VerifyOptions
 from mpidp.tools.ticker import Ticker
@@ -24,15 +24,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_HDF5_ERRORS = (DataError, OSError, RuntimeError, KeyError)
-
 
 @dataclass(frozen=True)
 class Overview:
-    """What rank 0 learnt of a file: what to read, and what is wrong already."""
+    """What rank 0 learnt of a file: what to read, what is wrong already, and whose values say nothing to NumPy."""
 
     works: tuple[Work, ...]
     findings: tuple[Finding, ...]
+    unlooked: tuple[str, ...] = ()
 
 
 def verify_by(options: VerifyOptions) -> tuple[str, bool]:
@@ -57,7 +56,7 @@ def verify_file(path: str, limit: int, world: "World | None" = None, speaks: boo
             with open_file(path, cache_bytes=0) as file:
                 _scan(file, path, overview, scan, (rank, size), speaks)
     scans = [scan] if world is None else world.comm.allgather(scan)
-    return merge(path, overview.works, overview.findings, scans, limit)
+    return merge(path, overview.works, overview.findings, scans, limit, overview.unlooked)
 
 
 def _scan(file: Any, path: str, overview: Overview, scan: Scan, share: tuple[int, int], speaks: bool) -> None:
@@ -90,22 +89,54 @@ def _overview(path: str) -> Overview:
             tree = walk(file)
             findings += [Finding("dangling", path, name, None, None, text) for name, text in tree.dangling]
             findings += [Finding("unreadable", path, name, None, None, text) for name, text in tree.damaged]
-            for name in sorted(tree.datasets):
-                work, found = _look_at(file, path, name)
+            for name in ("", *tree.groups):
+                findings += _attribute_findings(file[f"/{name}"], path, name)
+            for name in tree.datasets:
+                work, found = _look_at(file, path, name, name in tree.internal)
                 findings += found
                 works += [work] if work is not None else []
-    except _HDF5_ERRORS as error:
+            unlooked = tuple(name for work in works if (name := _unlooked(file, work.name)))
+    except HDF5_ERRORS as error:
         findings.append(Finding("unreadable", path, "", None, None, str(error).removeprefix(f"{path}: ")))
         return Overview((), tuple(findings))
-    return Overview(tuple(works), tuple(findings))
+    return Overview(tuple(works), tuple(findings), unlooked)
 
 
-def _look_at(file: Any, path: str, name: str) -> tuple[Work | None, list[Finding]]:
+def _attribute_findings(item: Any, path: str, name: str) -> list[Finding]:
+    """Return a finding for each attribute that cannot be read."""
+    findings: list[Finding] = []
+    try:
+        for attribute in list(item.attrs):
+            try:
+                item.attrs[attribute]
+            except TypeError:  # NumPy has no such type
+                continue
+            except HDF5_ERRORS as error:
+                text = f'attribute "{attribute}" cannot be read: {error}'
+                findings.append(Finding("unreadable", path, name, None, None, text))
+    except HDF5_ERRORS as error:
+        findings.append(Finding("unreadable", path, name, None, None, f"its attributes cannot be read: {error}"))
+    return findings
+
+
+def _unlooked(file: Any, name: str) -> str:
+    """Return a dataset and its type if its values are decoded only, since they are no numbers or text to NumPy."""
+    facts = inspect(file, name)
+    if facts.left_out:
+        return f"{name} ({', '.join(facts.left_out.values())})"
+    return "" if facts.raw is not None or facts.type_name.startswith("string") else f"{name} ({facts.type_name})"
+
+
+def _look_at(file: Any, path: str, name: str, is_internal: bool) -> tuple[Work | None, list[Finding]]:
     """Return what to read of a dataset, None if it cannot or need not be read, and what is wrong with it."""
     try:
-        return _described(file, path, name)
-    except _HDF5_ERRORS as error:  # the tables of this dataset are damaged; others may be sound
-        return None, [Finding("unreadable", path, name, None, None, f"cannot be described: {error}")]
+        work, found = _described(file, path, name)
+        if is_internal and work is not None:  # what a program keeps for itself it may leave unwritten
+            work = replace(work, may_miss=True)
+        return work, [*found, *_attribute_findings(file[name], path, name)]
+    except HDF5_ERRORS as error:  # the tables of this dataset are damaged; others may be sound
+        text = str(error).removeprefix(f'{path}: "{name}" ')
+        return None, [Finding("unreadable", path, name, None, None, f"cannot be described: {text}")]
 
 
 def _described(file: Any, path: str, name: str) -> tuple[Work | None, list[Finding]]:
@@ -116,6 +147,8 @@ def _described(file: Any, path: str, name: str) -> tuple[Work | None, list[Findi
         return None, [Finding("unreadable", path, name, None, None, text)]
     if dataset.shape is None:
         return None, []
+    if damage := too_large(dataset):
+        return None, [Finding("unreadable", path, name, None, None, f"is damaged, and was not read: {damage}")]
     gaps = virtual_gaps(dataset)
     if gaps:
         text = f"{gaps} is missing, and HDF5 would read fill values without a word"
