@@ -131,8 +131,7 @@ class Trainer:
             self.folder.note(self.world, end=f"stopped by {self.stopped}")
             self.world.say(describe_stop(self))
             return self.stopped
-        if self.world.rank == 0:
-            print(summarise(self, time.perf_counter() - start), flush=True)
+        self.recorder.progress.line(summarise(self, time.perf_counter() - start))
         self._survive(self._end, self.stop)
         self.folder.note(self.world, end="done")
         return ""

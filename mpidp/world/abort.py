@@ -22,6 +22,8 @@ from dis import opname
 from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
+from mpidp.world.standard_output import pass_on_output
+
 # How long a rank waits for rank 0 to print an error that all ranks share, before it ends the job itself.
 SHARED_ERROR_GRACE_S = 10.0
 # How long a launcher may take to read a last message, and then to pass it on.
@@ -129,7 +131,7 @@ class AbortGuard:
 
     def tell(self, text: str) -> None:
         """Prints, and waits until a launcher has read it."""
-        sys.stdout.flush()
+        pass_on_output()
         stream = self.stream or sys.stderr
         stream.write(text if text.endswith("\n") else text + "\n")
         stream.flush()

@@ -9,7 +9,7 @@ from mpidp.world.abort import SHARED_MARK
 from mpidp.world.mpi import MPI
 from mpidp.world.scalar import reduced
 
-log = logging.getLogger("mpidp")
+log = logging.getLogger("mpidp.rank")
 
 
 def share_error(comm: MPI.Intracomm, error: Exception | None, note: str) -> None:

@@ -11,6 +11,7 @@ from mpidp.world.awareness import Awareness, decide, library_hint, probe_in_chil
 from mpidp.world.cores import cores_per_rank, warn_of_cores
 from mpidp.world.device import check_not_shared, device_uuid, set_device
 from mpidp.world.launch import cannot_start, launch_facts, size_mismatch
+from mpidp.world.log import hear
 from mpidp.world.mapped import mapped, missing_gtl, two_libraries
 from mpidp.world.maps import MAPS
 from mpidp.world.mpi import MPI
@@ -104,6 +105,7 @@ def _make_world(share_gpu: bool) -> World:
     topology = make_topology(comm)
     host = socket.gethostname()
     guard = AbortGuard(comm.rank, comm.size, host, MPI.COMM_WORLD.Abort)
+    hear(guard)
     watchdog: Watchdog | None = None
     if comm.size > 1:
         guard.install()
