@@ -99,7 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         if _is_one_of_many():
             raise
-        complain("interrupted")
+        world = started_world()
+        complain(f"interrupted{world.guard.last_words() if world else ''}")
         return INTERRUPTED
 
 

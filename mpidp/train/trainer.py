@@ -4,6 +4,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ from mpidp.train.resume import make_saver, restore, save
 from mpidp.train.sharding.optimizer import ShardedOptimizer
 from mpidp.train.signature import check_same
 from mpidp.train.stop import StopSignal
-from mpidp.train.summary import describe_epoch, describe_start, describe_stop, summarise
+from mpidp.train.summary import describe_epoch, describe_newest, describe_start, describe_stop, summarise
 from mpidp.train.survivor import Survivor
 from mpidp.train.survivors import Part, Survivors
 from mpidp.world.cores import warn_of_cores
@@ -92,6 +93,7 @@ class Trainer:
         rng.seed_all(config.run.seed, world.rank, self.step)
         metrics_bytes, newest = restore(self, resume) if resume else (0, None)
         self.folder = RunFolder.reopen(resume, world) if resume else RunFolder.create(config, world)
+        world.guard.last_words = partial(describe_newest, self.folder)
         self.saver = make_saver(self, newest)
         remember(self.model, self.folder.path)
         world.status.step = self.step
