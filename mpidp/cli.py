@@ -14,6 +14,7 @@ from mpidp.commands.words import (
     DONE,
     FAILED,
     INTERRUPTED,
+    UNREAD,
     USAGE,
     Answered,
     Command,
@@ -26,6 +27,7 @@ from mpidp.commands.words import (
 from mpidp.errors import ConfigError, MpidpError
 from mpidp.world import signals
 from mpidp.world.abort import SHARED_MARK
+from mpidp.world.standard_output import discard_output, is_unread
 
 USAGE_TEXT = """usage: mpidp COMMAND ...
 
@@ -54,14 +56,23 @@ options:
   --version        show the version
 
 exit codes: 0 done, 1 failed, 2 usage or configuration, 3 doctor found a failure,
-75 stopped early after a save, 130 interrupted"""
+75 stopped early after a save, 130 interrupted, 141 nobody reads what it prints"""
 
 
 def run() -> NoReturn:
     """Run the command line of this process and exit with its code: the console script `mpidp`."""
     if sys.argv[1:2] == ["train"]:
         signals.watch()  # the sooner, the fewer signals end a job instead of stopping it
-    code = main()
+    try:
+        if sys.stdout is None:
+            discard_output()
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not is_unread() or _is_one_of_many():
+            raise  # another pipe; or the other ranks wait
+        discard_output()
+        code = UNREAD
     if _is_one_of_many():
         signals.ignore()
     sys.exit(code)
@@ -88,7 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         if _is_one_of_many():
             raise
-        complain("interrupted")
+        world = started_world()
+        complain(f"interrupted{world.guard.last_words() if world else ''}")
         return INTERRUPTED
 
 

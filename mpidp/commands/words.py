@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Command = Callable[[list[str]], int]
 
-DONE, FAILED, USAGE, STOPPED_EARLY, INTERRUPTED = 0, 1, 2, 75, 130
+DONE, FAILED, USAGE, STOPPED_EARLY, INTERRUPTED, UNREAD = 0, 1, 2, 75, 130, 141
 HELP = ("-h", "--help")
 
 

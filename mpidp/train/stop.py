@@ -10,7 +10,7 @@ from mpidp.world.agreement import DelayedMaximum
 from mpidp.world.leave import STOPPED_EARLY, leave
 from mpidp.world.world import World
 
-log = logging.getLogger("mpidp")
+log = logging.getLogger("mpidp.rank")
 
 # A file system that is shared by thousands of ranks is asked by one of them, and not at every step.
 FILE_INTERVAL_S = 1.0

@@ -3,6 +3,8 @@
 from typing import TYPE_CHECKING
 
 import mpidp
+from mpidp.train.checkpoints.checkpoint import newest_first
+from mpidp.train.records.run_folder import RunFolder
 from mpidp.train.records.stopwatch import PHASES
 
 if TYPE_CHECKING:
@@ -62,6 +64,14 @@ def describe_stop(trainer: "Trainer") -> str:
         f"stopped by {trainer.stopped} after step {trainer.step:,} of {trainer.recorder.progress.last_step:,}; "
         f"the state is saved. Continue with --resume {trainer.folder.path}"
     )
+
+
+def describe_newest(folder: RunFolder) -> str:
+    """What is left of a run that is interrupted, as the end of a sentence. Not collective."""
+    found = newest_first(folder.checkpoints)  # one may have got its name since the ranks last spoke of it
+    if not found:
+        return "; there is no checkpoint yet"
+    return f"; the newest checkpoint is {found[0]}. Continue with --resume {folder.path}"
 
 
 def count(number: int, noun: str) -> str:

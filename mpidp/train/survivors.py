@@ -24,7 +24,7 @@ from mpidp.world.watchdog import ABORT_S
 from mpidp.world.world import World
 
 T = TypeVar("T")
-log = logging.getLogger("mpidp")
+log = logging.getLogger("mpidp.rank")
 
 
 class Part(Protocol):

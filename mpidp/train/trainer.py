@@ -4,6 +4,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from mpidp.train.resume import make_saver, restore, save
 from mpidp.train.sharding.optimizer import ShardedOptimizer
 from mpidp.train.signature import check_same
 from mpidp.train.stop import StopSignal
-from mpidp.train.summary import describe_epoch, describe_start, describe_stop, summarise
+from mpidp.train.summary import describe_epoch, describe_newest, describe_start, describe_stop, summarise
 from mpidp.train.survivor import Survivor
 from mpidp.train.survivors import Part, Survivors
 from mpidp.world.abort import MEMORY_ADVICE, is_out_of_memory
@@ -93,6 +94,7 @@ class Trainer:
         rng.seed_all(config.run.seed, world.rank, self.step)
         metrics_bytes, newest = restore(self, resume) if resume else (0, None)
         self.folder = RunFolder.reopen(resume, world) if resume else RunFolder.create(config, world)
+        world.guard.last_words = partial(describe_newest, self.folder)
         self.saver = make_saver(self, newest)
         remember(self.model, self.folder.path)
         world.status.step = self.step
@@ -130,8 +132,7 @@ class Trainer:
             self.folder.note(self.world, end=f"stopped by {self.stopped}")
             self.world.say(describe_stop(self))
             return self.stopped
-        if self.world.rank == 0:
-            print(summarise(self, time.perf_counter() - start), flush=True)
+        self.recorder.progress.line(summarise(self, time.perf_counter() - start))
         self._survive(self._end, self.stop)
         self.folder.note(self.world, end="done")
         return ""

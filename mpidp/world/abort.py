@@ -23,8 +23,11 @@ from dis import opname
 from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
+from mpidp.world.standard_output import pass_on_output
+
 # How long a rank waits for rank 0 to print an error that all ranks share, before it ends the job itself.
 SHARED_ERROR_GRACE_S = 10.0
+INTERRUPT_GRACE_S = 2.0
 # How long a launcher may take to read a last message, and then to pass it on.
 READ_TIMEOUT_S, PASS_ON_S, POLL_S = 2.0, 0.1, 0.001
 # Attribute of an exception that every rank raises at the same point; see World.together.
@@ -55,6 +58,7 @@ class AbortGuard:
         self._abort = abort
         self.stream = stream
         self.where: Callable[[], str] = str  # says step and phase, where they are known
+        self.last_words: Callable[[], str] = str  # says how an interrupted run can go on
         self._saved: tuple[Any, Any, Any, Any, Any] | None = None
 
     def renumber(self, rank: int, size: int) -> None:
@@ -99,6 +103,9 @@ class AbortGuard:
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None, where: str = ""
     ) -> None:
         """Prints the traceback, tagged, and aborts. An error shared by all ranks is printed by rank 0 alone."""
+        if issubclass(kind, KeyboardInterrupt):
+            self.on_interrupt()
+            return
         if getattr(error, SHARED_MARK, False) and self.rank != 0:
             time.sleep(SHARED_ERROR_GRACE_S)  # rank 0's abort ends this sleep; after it nobody else will
         try:
@@ -107,7 +114,16 @@ class AbortGuard:
             text = "".join(traceback.format_exception(kind, error, trace))
             self.tell(f"{self.tag}{where} {self.where()}{text}")
         finally:  # also where nothing can be printed any more: a full disk, a closed pipe
-            self.abort(128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1)
+            self.abort(1)
+
+    def on_interrupt(self) -> None:
+        """Ctrl-C: one line for the job, and exit code 130. As a rule every rank is interrupted, and rank 0 says so."""
+        try:
+            if self.rank != 0:
+                time.sleep(INTERRUPT_GRACE_S + min(self.rank, 4) / 2)  # likewise
+            self.tell(f"{self.tag} {self.where()}interrupted{self.last_words()}")
+        finally:
+            self.abort(128 + signal.SIGINT)
 
     def on_thread_exception(self, arguments: "threading.ExceptHookArgs") -> None:
         """The same for a helper thread; SystemExit in a thread ends only that thread, as Python has it."""
@@ -140,7 +156,7 @@ class AbortGuard:
 
     def tell(self, text: str) -> None:
         """Prints, and waits until a launcher has read it."""
-        sys.stdout.flush()
+        pass_on_output()
         stream = self.stream or sys.stderr
         stream.write(text if text.endswith("\n") else text + "\n")
         stream.flush()

@@ -8,13 +8,13 @@ import atexit
 import gc
 import os
 import signal
-import sys
 import time
 
 from mpidp.world import mpi, tolerance
 from mpidp.world.abort import AbortGuard
 from mpidp.world.last_wait import last_wait
 from mpidp.world.mpi import ENDS_MPI, MPI
+from mpidp.world.standard_output import pass_on_output
 from mpidp.world.status import status
 from mpidp.world.watchdog import Watchdog
 
@@ -93,7 +93,7 @@ class Departure:
 
     def _end_job(self, at_exit: bool) -> None:
         """Ends the job with the exit code that this process would have had, or 1 if that were 0 or is not known yet."""
-        sys.stdout.flush()
+        pass_on_output()
         code = _future_exit_code() if ENDS_MPI and at_exit else 1
         if os.getpid() != self._process:
             return  # this is the copy that finds out

@@ -17,7 +17,7 @@ from mpidp.world.watch import watch_again
 from mpidp.world.watched_comm import WatchedComm
 from mpidp.world.world import World
 
-log = logging.getLogger("mpidp")
+log = logging.getLogger("mpidp.rank")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from mpidp.errors import MpidpError
 from mpidp.world.abort import SHARED_MARK
 from mpidp.world.mpi import MPI
 
-log = logging.getLogger("mpidp")
+log = logging.getLogger("mpidp.rank")
 
 
 def share_error(comm: MPI.Intracomm, error: Exception | None, note: str, same: Sequence[int] = ()) -> bool:

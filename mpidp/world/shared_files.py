@@ -11,7 +11,7 @@ import re
 from mpidp.world.maps import MAPS, mapped_files
 from mpidp.world.mpi import MPI
 
-log = logging.getLogger("mpidp")
+log = logging.getLogger("mpidp.rank")
 
 # MPICH 4 and 5. Memory of windows has lost its name by the time that they can be used.
 _NAMES = re.compile(r"/dev/shm/mpich_shm_[0-9a-f]+_\d+")

@@ -12,12 +12,14 @@ from mpidp.world.cores import cores_per_rank, warn_of_cores
 from mpidp.world.current import current_world, set_current_world
 from mpidp.world.device import check_not_shared, device_uuid, set_device
 from mpidp.world.launch import cannot_start, launch_facts, size_mismatch
+from mpidp.world.log import hear
 from mpidp.world.mapped import mapped, missing_gtl, two_libraries
 from mpidp.world.maps import MAPS
 from mpidp.world.mpi import MPI
 from mpidp.world.scalar import reduced
 from mpidp.world.shared_error import share_error
 from mpidp.world.shared_files import forget_names
+from mpidp.world.start_memory import cannot_share
 from mpidp.world.topology import make_topology
 from mpidp.world.watch import watch_rank
 from mpidp.world.watchdog import Watchdog
@@ -49,7 +51,7 @@ def init(*, share_gpu: bool = False, stall_warning_s: float | None = None, stall
 
     Raises:
         LaunchError: MPI has another size than the launcher meant; MPI's thread level is too low; two MPI libraries
-            are loaded; two local ranks share a GPU.
+            are loaded; two local ranks share a GPU; /dev/shm is too small for MPI to start.
 
     Warns:
         UserWarning: on rank 0, ranks have more threads than cores, or are pinned to the same few.
@@ -67,7 +69,8 @@ def init(*, share_gpu: bool = False, stall_warning_s: float | None = None, stall
 def _start_mpi() -> None:
     _check_loaded()
     if not MPI.Is_initialized():
-        stops = cannot_start(launch_facts(os.environ), os.environ, MPI.Get_library_version())
+        facts, text = launch_facts(os.environ), MPI.Get_library_version()
+        stops = cannot_start(facts, os.environ, text) or cannot_share(text, facts.local_size, os.environ)
         if stops is not None:
             raise LaunchError(stops)
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
@@ -99,6 +102,7 @@ def _make_world(share_gpu: bool) -> World:
     topology = make_topology(comm)
     host = socket.gethostname()
     guard = AbortGuard(comm.rank, comm.size, host, MPI.COMM_WORLD.Abort)
+    hear(guard)
     watchdog: Watchdog | None = None
     if comm.size > 1:
         guard.install()

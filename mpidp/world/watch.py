@@ -12,7 +12,7 @@ _departures: list[Departure] = []
 
 
 def watch_rank(comm: MPI.Intracomm, host: str, node: int, guard: AbortGuard) -> Watchdog:
-    """Starts the watchdog of this rank, and what ends the job at a SIGTERM. Collective.
+    """Starts the watchdog of this rank, and what ends the job at a signal. Collective.
 
     Args:
         comm: the ranks.

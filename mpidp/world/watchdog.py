@@ -21,7 +21,7 @@ from mpidp.world.stall import Beat, Seen, deserted, named, waits
 from mpidp.world.status import Wait, status
 from mpidp.world.tolerance import is_survived
 
-log = logging.getLogger("mpidp")
+log = logging.getLogger("mpidp.rank")
 
 WARNING_S, ABORT_S = 60.0, 600.0
 TICK_S = 1.0  # between two looks; shorter only where warnings are asked for sooner

@@ -15,6 +15,7 @@ from torch import Tensor
 from mpidp.world.abort import AbortGuard
 from mpidp.world.awareness import Awareness
 from mpidp.world.gather_rows import Rows, gather_rows
+from mpidp.world.log import job_log
 from mpidp.world.mpi import MPI
 from mpidp.world.scalar import reduced
 from mpidp.world.shared_error import share_error
@@ -191,6 +192,6 @@ class World:
         return self.broadcast(result)
 
     def say(self, text: str) -> None:
-        """One line from the job: rank 0 prints it, the other ranks do not. Not collective."""
+        """One line from the job: rank 0 logs it (logger `mpidp`, INFO), the other ranks do not. Not collective."""
         if self.rank == 0:
-            print(f"mpidp: {text}", flush=True)
+            job_log.info("%s", text)

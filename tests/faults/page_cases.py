@@ -48,6 +48,7 @@ CASES: dict[str, tuple[dict[str, str], int | None]] = {
     "data": ({"data": "raise OSError(5, 'Input/output error', 'train.h5')"}, 1),
     "leaves": ({"step": "raise SystemExit(7)"}, 7),
     "sigterm": ({"step": "os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)"}, 143),
+    "interrupt": ({"step": "os.kill(os.getpid(), signal.SIGINT); time.sleep(60)"}, 130),
     "sigkill": ({"step": "os.kill(os.getpid(), signal.SIGKILL)"}, None),
     "hangs": ({"data": "load()"}, 1),
     "stopped": ({"step": "os.kill(os.getpid(), signal.SIGSTOP)"}, 1),

@@ -75,7 +75,7 @@ def test_the_others_go_on(ranks: int, kills: str, lost: list[list[int]], place: 
     for of_loss in trained.of_losses:
         assert of_loss["lost_s"] >= 0
         assert all(one["host"] for one in of_loss["lost"])
-    assert "mpidp: lost rank" in trained.result.stdout
+    assert "mpidp: lost rank" in trained.result.output
 
 
 @needs_ulfm
@@ -116,7 +116,7 @@ def test_whatever_is_held_for_a_number_of_ranks_is_made_anew(words: tuple[str, .
     assert trained_once(trained)
     assert all(math.isfinite(loss) for loss in trained.losses.values())
     if "bf16" in words:
-        assert "error feedback starts from nothing" in trained.result.stdout
+        assert "error feedback starts from nothing" in trained.result.output
 
 
 @needs_ulfm
@@ -131,8 +131,8 @@ def test_without_support_the_option_says_so(place: Path) -> None:
     """Behaviour 31: and the death of a rank ends the job, with whatever MPI there is."""
     trained = train(place, 2, "1:reduce:7", ulfm=False)
     assert trained.result.code != 0
-    assert "training cannot go on without a rank that dies" in trained.result.stdout
-    assert "--with-ft ulfm" in trained.result.stdout
+    assert "training cannot go on without a rank that dies" in trained.result.output
+    assert "--with-ft ulfm" in trained.result.output
     assert not trained.lost
 
 
@@ -152,7 +152,7 @@ def test_those_that_are_left_can_be_asked_to_stop(place: Path) -> None:
     words = ("--run.name", "asked", "--train.epochs", "2000")
     trained = train(place, 3, "0:reduce:7", words, killer=stop)
     assert trained.result.code == 75, trained.result.output
-    assert "stopped by the file STOP" in trained.result.stdout
+    assert "stopped by the file STOP" in trained.result.output
     assert trained.lost == [[0]]
     assert all(max(rows.values()) == 1 for rows in trained.rows)
 

@@ -1,8 +1,13 @@
 """Ways in which a job is started, right and wrong: without a launcher, with another one's, and with MPI running."""
 
-import pytest
+import os
+import subprocess
+import sys
 
-from jobs import run_job
+import pytest
+from shrink_job import has_ulfm
+
+from jobs import ROOT, mpiexec, run_job
 
 # One string is one write: the launcher mixes what several ranks write in parts.
 INIT = "import mpidp; world = mpidp.init(); print(f'rank {world.rank} of {world.size}\\n', end='', flush=True)\n"
@@ -91,3 +96,28 @@ def test_too_low_a_thread_level(level: str, ranks: int) -> None:
         "Init_thread(MPI.THREAD_MULTIPLE)",
     ):
         assert part in result.stderr
+
+
+@pytest.mark.parametrize(
+    "size, settings, words",
+    [
+        ("1m", {}, "/dev/shm has 1,048,576 bytes, and MPICH needs 2,121,728 to start 2 rank(s) here"),
+        ("16m", {}, "/dev/shm has 16,777,216 bytes, and MPICH needs "),
+        ("4m", {}, ""),
+        ("1m", {"MPIR_CVAR_CH4_SHM_POSIX_IQUEUE_NUM_CELLS": "2"}, ""),
+        ("16m", {"UCX_TLS": "^posix"}, ""),
+    ],
+)
+def test_little_shared_memory(size: str, settings: dict[str, str], words: str) -> None:
+    """Said before MPI dies of a signal, also by doctor, and what it advises works."""
+    mount = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"', "sh"]
+    if subprocess.run([*mount, "true"], capture_output=True).returncode:
+        pytest.skip("mounting /dev/shm anew needs root")
+    for program in (["-c", INIT], ["-m", "mpidp", "doctor"]):
+        command = [*mount, *mpiexec(2), sys.executable, *program]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **settings}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+        if words and not has_ulfm():  # Open MPI goes on without
+            assert words in done.stdout + done.stderr and done.returncode in (1, 3), done.stdout + done.stderr
+        else:
+            assert done.returncode == 0, done.stdout + done.stderr

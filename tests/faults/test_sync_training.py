@@ -163,7 +163,7 @@ def test_a_model_without_such_layers(place: Path) -> None:
     """Behaviour 18: what was asked for and is not there is said."""
     result = train(place, 2, "--train.sync_batch_norm=True", "--model.name=own:plain")
     assert result.code == 0, result.output
-    assert "train.sync_batch_norm is true, but the model has no batch norm layer" in result.stdout
+    assert "train.sync_batch_norm is true, but the model has no batch norm layer" in result.stderr
 
 
 NORMAL = """

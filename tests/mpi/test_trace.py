@@ -133,11 +133,11 @@ def test_a_trace_that_is_given_up_needs_nobody(world: World, mpi_tmp_path: Path,
 
 @pytest.mark.mpi
 def test_a_trace_that_cannot_be_written_ends_no_run(
-    world: World, mpi_tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    world: World, mpi_tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trace = Trace(world, mpi_tmp_path / "not there" / "trace.json", from_step=0, steps=1)
     trace.step()
-    assert ("cannot write the trace" in capsys.readouterr().out) == (world.rank == 0)
+    assert ("cannot write the trace" in caplog.text) == (world.rank == 0)
     world.barrier()
 
 

@@ -167,6 +167,7 @@ def test_from_root(world: mpidp.World) -> None:
     assert str(caught.value) == "no file x.h5"
 
 
-def test_only_rank_0_says(world: mpidp.World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_rank_0_says(world: mpidp.World, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "mpidp")
     world.say("hello")
-    assert capsys.readouterr().out == ("mpidp: hello\n" if world.rank == 0 else "")
+    assert caplog.messages == (["hello"] if world.rank == 0 else [])

@@ -147,7 +147,8 @@ def test_a_failure_to_remove_an_old_one_does_not_take_back_the_new_one(
 
 
 @pytest.mark.parametrize("on_failure", ["stop", "warn"])
-def test_a_state_that_cannot_be_saved(tmp_path: Path, on_failure: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_state_that_cannot_be_saved(tmp_path: Path, on_failure: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "mpidp")
     saver = make(tmp_path, on_failure=on_failure)
     for number, state in enumerate([lambda: {"odd": lambda: None}, lambda: {}["missing"]]):
         saver.save(number, state, dict)
@@ -156,7 +157,7 @@ def test_a_state_that_cannot_be_saved(tmp_path: Path, on_failure: str, capsys: p
                 saver.finish()
         else:
             saver.finish()
-            assert f"checkpoint of step {number}" in capsys.readouterr().out
+            assert f"checkpoint of step {number}" in caplog.text
             assert saver.failure is not None
     save(saver, 3, torch.ones(1))
     saver.finish()

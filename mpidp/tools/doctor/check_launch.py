@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from mpidp.tools.doctor.facts import RankFacts
 from mpidp.tools.doctor.finding import Finding, fail, ok, warn
 from mpidp.world.launch import LaunchFacts, cannot_start, size_mismatch
+from mpidp.world.start_memory import cannot_share
 
 
 def check_launch(facts: RankFacts) -> list[Finding]:
@@ -30,7 +31,10 @@ def check_before_start(launch: LaunchFacts, environment: Mapping[str, str], libr
         library_text: the MPI library's version text, all of it.
     """
     text = cannot_start(launch, environment, library_text)
-    return None if text is None else fail("launch.size", text, _fix(launch, library_text))
+    if text is not None:
+        return fail("launch.size", text, _fix(launch, library_text))
+    text = cannot_share(library_text, launch.local_size, environment)
+    return None if text is None else fail("memory.start", text, "a larger /dev/shm for every node or container")
 
 
 def _fix(launch: LaunchFacts, library: str) -> str:

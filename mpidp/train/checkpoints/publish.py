@@ -21,7 +21,7 @@ from mpidp.world.status import status
 PARTIAL, REMOVED, LATEST = ".partial-", ".removed-", "latest"
 _NEW_LATEST = ".latest"
 
-log = logging.getLogger("mpidp")
+log = logging.getLogger("mpidp.rank")
 
 
 def complete(

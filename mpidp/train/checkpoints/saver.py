@@ -31,7 +31,7 @@ from mpidp.world.scalar import reduced
 from mpidp.world.shared_error import share_error
 from mpidp.world.world import World
 
-log = logging.getLogger("mpidp")
+log = logging.getLogger("mpidp.rank")
 
 State = Callable[[], dict[str, Any]]
 Files = tuple[File, ...]

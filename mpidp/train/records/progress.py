@@ -1,8 +1,13 @@
 """Steps and losses in, lines on the console out: a bar on a terminal, otherwise one plain line an interval."""
 
+import logging
 import sys
 import time
 from typing import Any
+
+from mpidp.world.standard_output import discard_output
+
+log = logging.getLogger("mpidp")
 
 
 class Progress:
@@ -29,7 +34,7 @@ class Progress:
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False)
         else:
-            print(text, flush=True)
+            self._print(text)
 
     def update(self, step: int, text: str) -> None:
         """Shows how far training is; as a plain line only when the interval has passed."""
@@ -49,6 +54,14 @@ class Progress:
         """Takes the bar away."""
         if self._bar is not None:
             self._bar.stop()
+            self._bar = None
+
+    def _print(self, text: str) -> None:
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:  # `... | head`, or the end of what was to keep the output: no reason to lose a run
+            discard_output()
+            log.warning("nobody reads standard output any more; training goes on, and the run folder has its records")
 
 
 def _rich_bar(first_step: int, last_step: int) -> Any:

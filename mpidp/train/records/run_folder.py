@@ -22,7 +22,8 @@ from mpidp.world.launch import launch_facts
 from mpidp.world.mpi import MPI
 from mpidp.world.world import World
 
-log = logging.getLogger("mpidp")
+log = logging.getLogger("mpidp.rank")
+job_log = logging.getLogger("mpidp")
 
 
 class RunFolder:
@@ -73,7 +74,7 @@ class RunFolder:
     def close(self) -> None:
         """Ends this rank's log: another run in this process has its own."""
         if self._log_handler is not None:
-            log.removeHandler(self._log_handler)
+            job_log.removeHandler(self._log_handler)
             self._log_handler.close()
             self._log_handler = None
 
@@ -98,8 +99,8 @@ class RunFolder:
             self.logs.mkdir(exist_ok=True)
             self._log_handler = logging.FileHandler(self.logs / f"rank_{world.rank:04d}.log")
             self._log_handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-            log.addHandler(self._log_handler)
-            log.setLevel(logging.INFO)
+            job_log.addHandler(self._log_handler)
+            job_log.setLevel(logging.INFO)
             if world.rank == 0:
                 path = self.path / "env.json"
                 starts = json.loads(path.read_text()) if path.exists() else []

@@ -14,7 +14,7 @@ from mpidp.world.spans import Spans
 from mpidp.world.status import BETWEEN
 from mpidp.world.world import World
 
-log = logging.getLogger("mpidp")
+log = logging.getLogger("mpidp.rank")
 
 FROM_STEP, STEPS = 10, 20
 TAG = 7002
@@ -92,7 +92,7 @@ class Trace:
         if self.steps:
             self.steps = 0
             self._clock = self.world.status.spans = None
-            log.warning("the trace was given up")
+            log.info("the trace was given up")
 
     def _begin(self) -> None:
         self._clock = read_clock(self.world)
@@ -126,7 +126,6 @@ class Trace:
             for _ in texts:  # the others wait to be rid of theirs
                 continue
             log.warning("cannot write the trace %s: %s", self.path, error)
-            world.say(f"cannot write the trace {self.path}: {error}")
 
     def _texts(self, own: str) -> Iterator[str]:
         yield own

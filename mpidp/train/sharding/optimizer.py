@@ -26,7 +26,7 @@ from mpidp.world import communicators, tolerance
 from mpidp.world.abort import SHARED_MARK
 from mpidp.world.world import World
 
-log = logging.getLogger("mpidp")
+log = logging.getLogger("mpidp.rank")
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
