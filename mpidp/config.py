@@ -76,6 +76,8 @@ class DataSection:
     """Threads of each rank that decode; 0 for as many as it has cores."""
     allow_holes: bool = False
     """Let chunks that were never written read as the dataset's fill value."""
+    accept_changed: bool = False
+    """Resume although the training files hold other rows, chunks or values than before; the epoch begins anew."""
     transform: str = ""
     """Built-in transform of a batch, or module:function; empty for none."""
     sample_transform: str = ""

@@ -21,6 +21,7 @@ from mpidp.hdf5.batches.source import Mode, Stretch
 from mpidp.hdf5.batches.transform import BatchTransform, SampleTransform
 from mpidp.hdf5.decode.field import Fields, field_specs
 from mpidp.hdf5.files.describe import Paths, absolute_paths
+from mpidp.hdf5.files.fingerprint import check_unchanged, fingerprint
 from mpidp.hdf5.modes import Source, check_mode, open_source
 from mpidp.hdf5.order.order import Order, Shuffle
 from mpidp.hdf5.order.split import Part
@@ -201,19 +202,22 @@ class HDF5Loader:
             "mixing_chunks": self.order.mixing_chunks,
             "shuffle": self.order.shuffle,
             "global_batch": self.order.global_batch,
+            "files": fingerprint(self.dataset),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, accept_changed: bool = False) -> None:
         """Go on where `state` was taken: exactly its unseen samples follow.
 
-        Seed, lanes and mixing_chunks of `state` are adopted. Another global batch and another number of ranks
-        are fine. Raises `DataError` for another number of samples or shuffle, and, if the rows are split by
-        the seed, for another seed.
+        Seed, lanes and mixing_chunks of `state` are adopted. Another global batch, another number of ranks and
+        other paths of the same files are fine. accept_changed: begin the epoch anew, and say so, where the files
+        hold other rows, chunks or values than those of `state`, instead of raising. Raises `DataError` for these
+        and another shuffle, and, if the rows are split by the seed, for another seed.
         """
         missing = self.state_dict().keys() - state.keys()
         if missing:
-            raise DataError(f"the state lacks {', '.join(sorted(missing))}; it is not one of a loader")
-        fixed = {"num_samples": self.num_samples, "shuffle": self.order.shuffle}
+            raise DataError(f"the state lacks {', '.join(sorted(missing))}; it is not one of a loader of this version")
+        same = check_unchanged(state["files"], self.dataset, accept_changed, speaks=self._ranks[1] == 0)
+        fixed: dict[str, Any] = {"shuffle": self.order.shuffle} | ({"num_samples": self.num_samples} if same else {})
         if self._selection.split is not None:
             fixed["seed"] = self.order.seed  # or rows held out for validation would now be trained on
         for name, here in fixed.items():
@@ -222,13 +226,14 @@ class HDF5Loader:
                     f"the checkpoint was written with {name} = {state[name]!r}, this loader has {here!r}; "
                     "resume with the same data and settings"
                 )
-        if not 0 <= state["position"] <= self.num_samples or state["epoch"] < 0:
-            place = f"epoch {state['epoch']}, position {state['position']}"
+        position = state["position"] if same else 0
+        if not 0 <= position <= self.num_samples or state["epoch"] < 0:
+            place = f"epoch {state['epoch']}, position {position}"
             raise DataError(f"the checkpoint is at {place}, outside {self.num_samples} samples; it is damaged")
         self.stop()
-        adopted = {name: state[name] for name in ("seed", "lanes", "mixing_chunks")}
+        adopted = {name: state[name] for name in ("seed", "lanes", "mixing_chunks") if same or name == "seed"}
         self.order = replace(self.order, **adopted)
-        self._epoch, self._position = state["epoch"], state["position"]
+        self._epoch, self._position = state["epoch"], position
         self.keep()
 
     def keep(self) -> None:

@@ -139,7 +139,7 @@ def _apply(trainer: "Trainer", state: dict[str, Any], path: Path) -> None:
             trainer.scheduler.load_state_dict(state["scheduler"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"checkpoint {path} was made with another optimizer or scheduler: {error}") from error
-    trainer.loader.load_state_dict(state["loader"])
+    trainer.loader.load_state_dict(state["loader"], accept_changed=trainer.config.data.accept_changed)
 
 
 def _classes(trainer: "Trainer") -> dict[str, str]:

@@ -161,6 +161,7 @@ def test_every_field_but_tables_and_choices_has_a_check() -> None:
     unchecked |= {
         "data.mode",
         "data.allow_holes",
+        "data.accept_changed",
         "data.stage_folder",
         "data.field",
         "data.shuffle",

@@ -24,7 +24,7 @@ class StoredFile:
     `range_rows` rows are read together: some chunks of the field with most bytes a row, or about 1 MiB where
     nothing is chunked. `sizes` are the bytes of this file and of those that its external links lead to, by
     path. For each field, `storages` says where its bytes lie; where they can only be read by HDF5 itself that
-    is None, and `slow` says why.
+    is None, and `slow` says why. `digests` are of some values of each field (see `fingerprint.py`).
     """
 
     path: str
@@ -34,6 +34,7 @@ class StoredFile:
     chunked: bool
     storages: tuple[Storage | None, ...]
     slow: tuple[str, ...]
+    digests: tuple[str, ...] = ()
 
     def moved(self, places: Mapping[str, str]) -> "StoredFile":
         """Return the same file, copied; `places` has the path of each copy by that of its source.

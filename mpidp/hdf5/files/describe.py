@@ -14,6 +14,7 @@ from mpidp.errors import DataError
 from mpidp.hdf5.decode.field import Decode, Field, Fields, FieldSpec, field_specs
 from mpidp.hdf5.files.dataset import DataSet, StoredFile
 from mpidp.hdf5.files.file import inspect, open_file
+from mpidp.hdf5.files.fingerprint import digest
 from mpidp.hdf5.files.found import FoundDataset
 from mpidp.hdf5.files.locate import locate
 
@@ -84,6 +85,7 @@ def _describe_file(path: str, specs: Sequence[FieldSpec], allow_holes: bool) -> 
         located = [locate(file[each.spec.dataset], each.raw, each.axis) for each in found]
         homes = [path, *(file[spec.dataset].file.filename for spec in specs)]
         fields = tuple(each.field(file) for each in found)
+        digests = tuple(digest(file[each.spec.dataset], each.axis) for each in found)
     stored = StoredFile(
         path=path,
         sizes={home: os.path.getsize(home) for home in homes},
@@ -92,6 +94,7 @@ def _describe_file(path: str, specs: Sequence[FieldSpec], allow_holes: bool) -> 
         chunked=any(each.facts.chunks for each in found),
         storages=tuple(None if isinstance(place, str) else place for place in located),
         slow=tuple(place if isinstance(place, str) else "" for place in located),
+        digests=digests,
     )
     return stored, fields
 
