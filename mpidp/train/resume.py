@@ -59,7 +59,7 @@ def restore(trainer: "Trainer", run_folder: Path) -> tuple[int, Path]:
         RunFolder(run_folder).check()
     path, passed_over = newest_readable(world, RunFolder(run_folder).checkpoints)
     for line in passed_over:
-        world.say(f"passed over a newer checkpoint: {line}")
+        world.say(f"passed over a newer checkpoint: {line}; the next save sets it aside")
     with world.together("loading the checkpoint"):
         state = checkpoint.read(path, checkpoint.STATE)
         _apply(trainer, state, path)

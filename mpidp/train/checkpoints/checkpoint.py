@@ -9,6 +9,7 @@ A checkpoint is a folder `step_00000120`:
 All are what `torch.load(weights_only=True)` reads. Only loading needs torch.
 """
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -22,11 +23,18 @@ if TYPE_CHECKING:
 
 STATE = "state.pt"
 _PREFIX = "step_"
+# As `folder_name` writes it. Whatever has another name, such as a copy, is the user's.
+_NAME = re.compile(rf"{_PREFIX}([0-9]{{8}}|[1-9][0-9]{{8,}})")
 
 
 def folder_name(step: int) -> str:
     """Name of the checkpoint of a step."""
     return f"{_PREFIX}{step:08d}"
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether this is a folder with just the name of a checkpoint, whole or not."""
+    return _NAME.fullmatch(path.name) is not None and path.is_dir()
 
 
 def part_name(rank: int) -> str:
@@ -41,7 +49,7 @@ def by_step(path: Path) -> tuple[int, str]:
 
 def newest_first(folder: Path) -> list[Path]:
     """All checkpoints in a run's `checkpoints` folder, whole or not."""
-    return sorted(folder.glob(f"{_PREFIX}*"), key=by_step, reverse=True)
+    return sorted(filter(is_checkpoint, folder.glob(f"{_PREFIX}*")), key=by_step, reverse=True)
 
 
 def newest(folder: Path) -> tuple[Path, list[str]]:

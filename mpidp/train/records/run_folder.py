@@ -1,7 +1,6 @@
 """A run's name in, its folder out, with `config.toml`, `env.json`, `checkpoints/`, `logs/`. Never overwritten."""
 
 import itertools
-import json
 import logging
 import os
 import platform
@@ -16,9 +15,11 @@ import torch
 import mpidp
 from mpidp.config import RunConfig, to_toml
 from mpidp.errors import CheckpointError, ConfigError
+from mpidp.train.records import starts
 from mpidp.world.flush import flush_folder
 from mpidp.world.launch import launch_facts
 from mpidp.world.mpi import MPI
+from mpidp.world.record_file import write_text
 from mpidp.world.world import World
 
 log = logging.getLogger("mpidp")
@@ -44,7 +45,7 @@ class RunFolder:
             if world.rank == 0:
                 folder.checkpoints.mkdir()
                 folder.logs.mkdir()
-                folder.config.write_text(to_toml(config))
+                write_text(folder.config, to_toml(config))
         folder._describe(world)
         return folder
 
@@ -78,17 +79,8 @@ class RunFolder:
 
     def note(self, world: World, **facts: Any) -> None:
         """Adds facts to this start's entry in `env.json`, for `mpidp status`. Rank 0 writes; not collective."""
-        if world.rank != 0:
-            return
-        path = self.path / "env.json"
-        try:
-            starts = json.loads(path.read_text())
-            starts[-1].update(facts)
-            written = path.with_suffix(".json.new")
-            written.write_text(json.dumps(starts, indent=2) + "\n")
-            written.replace(path)  # a reader never meets half of it
-        except OSError as error:  # no run is lost for a line in its description
-            log.warning("cannot note %s in %s: %s", facts, path, error)
+        if world.rank == 0:
+            starts.note(self.path, **facts)
 
     def _describe(self, world: World) -> None:
         """Adds this start to `env.json` and opens this rank's log. Collective."""
@@ -100,9 +92,7 @@ class RunFolder:
             log.addHandler(self._log_handler)
             log.setLevel(logging.INFO)
             if world.rank == 0:
-                path = self.path / "env.json"
-                starts = json.loads(path.read_text()) if path.exists() else []
-                path.write_text(json.dumps([*starts, environment(world, hosts)], indent=2) + "\n")
+                starts.add(self.path, environment(world, hosts))
         log.info(
             "rank %d of %d on %s, device %s, pid %d",
             world.rank,
