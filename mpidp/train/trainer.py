@@ -97,8 +97,16 @@ class Trainer:
         world.status.step = self.step
         self.first_step, self.saved_step = self.step, self.step if resume else -1
         progress = Progress(world.rank == 0, self.step, self.step + self._steps_left(), config.log.progress_s)
-        metrics = MetricsFile(self.folder.metrics, metrics_bytes) if world.rank == 0 else None
-        self.recorder = Recorder(world, progress, metrics, self.step)
+        with world.together("opening the metrics"):
+            metrics = MetricsFile(self.folder.metrics, metrics_bytes) if world.rank == 0 else None
+        self.recorder = Recorder(
+            world,
+            progress,
+            metrics,
+            self.step,
+            on_failure=config.checkpoint.on_failure,
+            failure=self.folder.take_log_failure,
+        )
         self.folder.note(world, first_step=self.step, last_step=self.step + self._steps_left())
         watch = config.watch
         self.replicas = ReplicaCheck(

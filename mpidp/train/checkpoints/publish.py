@@ -14,8 +14,8 @@ from pathlib import Path
 from mpidp.errors import CheckpointError
 from mpidp.train.checkpoints import manifest as manifests
 from mpidp.train.checkpoints.checkpoint import by_step, newest_first
-from mpidp.train.checkpoints.disk import as_checkpoint_error
 from mpidp.train.checkpoints.manifest import File, Manifest
+from mpidp.train.disk import as_checkpoint_error
 from mpidp.world.flush import flush_file, flush_folder
 from mpidp.world.process import Process
 from mpidp.world.record_file import write_text

@@ -18,11 +18,11 @@ from typing import Any
 from mpidp.errors import CheckpointError
 from mpidp.train.checkpoints import manifest as manifests
 from mpidp.train.checkpoints.checkpoint import STATE, folder_name, part_name
-from mpidp.train.checkpoints.disk import as_checkpoint_error
 from mpidp.train.checkpoints.manifest import File, Manifest
 from mpidp.train.checkpoints.part import write_parts
 from mpidp.train.checkpoints.publish import OWNED_BY, PARTIAL, complete, discard
 from mpidp.train.checkpoints.snapshot import Snapshot
+from mpidp.train.disk import as_checkpoint_error
 from mpidp.world import tolerance
 from mpidp.world.abort import SHARED_MARK
 from mpidp.world.agreement import DelayedMaximum

@@ -1,5 +1,6 @@
 """A run's name in, its folder out, with `config.toml`, `env.json`, `checkpoints/`, `logs/`. Never overwritten."""
 
+import contextlib
 import itertools
 import logging
 import os
@@ -25,6 +26,30 @@ from mpidp.world.world import World
 log = logging.getLogger("mpidp")
 
 
+class RankLog(logging.FileHandler):
+    """A rank's log. What it cannot write is left out, and why is remembered once instead of printed for each line."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self.failure: Exception | None = None
+        self._path = str(path)
+        self._has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  (the name that logging gives it)
+        """Remembers the first failure; one of the caller's, such as a wrong format, is printed as ever."""
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._has_failed:
+            self._has_failed, self.failure = True, OSError(error.errno, error.strerror, self._path)
+
+    def close(self) -> None:
+        """Closes the file; lines that the disk has no room for are lost."""
+        with contextlib.suppress(OSError):
+            super().close()
+
+
 class RunFolder:
     """Paths of one run."""
 
@@ -35,7 +60,7 @@ class RunFolder:
         self.trace = path / "trace.json"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
-        self._log_handler: logging.Handler | None = None
+        self._log_handler: RankLog | None = None
 
     @classmethod
     def create(cls, config: RunConfig, world: World) -> "RunFolder":
@@ -70,6 +95,13 @@ class RunFolder:
                 f"run printed, for example runs/digits."
             )
 
+    def take_log_failure(self) -> Exception | None:
+        """Why this rank's log could not be written, the first time that it is asked for; else None."""
+        if self._log_handler is None:
+            return None
+        failure, self._log_handler.failure = self._log_handler.failure, None
+        return failure
+
     def close(self) -> None:
         """Ends this rank's log: another run in this process has its own."""
         if self._log_handler is not None:
@@ -87,8 +119,7 @@ class RunFolder:
         hosts = world.comm.gather(world.host)
         with world.together("writing the run folder"):
             self.logs.mkdir(exist_ok=True)
-            self._log_handler = logging.FileHandler(self.logs / f"rank_{world.rank:04d}.log")
-            self._log_handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+            self._log_handler = RankLog(self.logs / f"rank_{world.rank:04d}.log")
             log.addHandler(self._log_handler)
             log.setLevel(logging.INFO)
             if world.rank == 0:

@@ -135,9 +135,13 @@ class Trace:
 
     def _write_file(self, facts: dict[str, float], texts: Iterator[str]) -> None:
         written = self.path.with_name(f"{self.path.name}.new")
-        with open(written, "w") as file:
-            file.write(f'{{"displayTimeUnit":"ms","otherData":{json.dumps(facts)},"traceEvents":[\n')
-            for number, text in enumerate(texts):
-                file.write(f",\n{text}" if number else text)
-            file.write("\n]}\n")
-        written.replace(self.path)  # a reader never meets half of it
+        try:
+            with open(written, "w") as file:
+                file.write(f'{{"displayTimeUnit":"ms","otherData":{json.dumps(facts)},"traceEvents":[\n')
+                for number, text in enumerate(texts):
+                    file.write(f",\n{text}" if number else text)
+                file.write("\n]}\n")
+            written.replace(self.path)  # a reader never meets half of it
+        except OSError:
+            written.unlink(missing_ok=True)  # it would take what room there is
+            raise
