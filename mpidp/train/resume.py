@@ -38,7 +38,12 @@ def make_saver(trainer: "Trainer", newest: Path | None) -> Saver:
 
 
 def save(trainer: "Trainer") -> None:
-    """Begins a checkpoint: rank 0 writes what all share, every rank what it alone has. Collective."""
+    """Begins a checkpoint: rank 0 writes what all share, every rank what it alone has. Collective.
+
+    Raises:
+        CheckpointError: as `Saver.save` does; and if another job has taken the run folder meanwhile.
+    """
+    trainer.folder.check_owned(trainer.world)
     trainer.saver.save(trainer.step, partial(_state, trainer), partial(_own_state, trainer))
 
 

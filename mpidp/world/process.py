@@ -8,6 +8,9 @@ from pathlib import Path
 
 from mpidp.world.process_state import STOPPED, process_state
 
+# A process that cannot be seen from here is taken for dead when its files were not touched for so long. File servers
+# may tell of a change a minute late.
+SILENT_S = 180.0
 _TEXT = re.compile(r"(\d+)\.(\d+)\.(\d+)\.(.+)", re.ASCII)
 _START = 19  # of the fields of /proc/PID/stat behind the name
 

@@ -72,7 +72,8 @@ def test_reopening_adds_a_start_and_changes_nothing_else(tmp_path: Path, world: 
     first = create(config_in(tmp_path), world)
     config = (first.path / "config.toml").read_bytes()
     log = (first.logs / "rank_0000.log").read_text()
-    again = RunFolder.reopen(first.path, world)
+    again = RunFolder.hold(first.path, world)
+    again.begin(world)
     again.close()
     assert again.path == first.path
     assert (first.path / "config.toml").read_bytes() == config
@@ -86,7 +87,7 @@ def test_what_is_no_run_folder_is_not_reopened(tmp_path: Path, world: mpidp.Worl
     if there:
         path.mkdir()
     with pytest.raises(CheckpointError, match=r"else: no run folder there"):
-        RunFolder.reopen(path, world)
+        RunFolder.hold(path, world)
     assert path.exists() == there
     assert not there or not list(path.iterdir()), "nothing half-written"
 

@@ -17,14 +17,13 @@ from mpidp.train.checkpoints.checkpoint import by_step, newest_first
 from mpidp.train.checkpoints.manifest import File, Manifest
 from mpidp.train.disk import as_checkpoint_error
 from mpidp.world.flush import flush_file, flush_folder
-from mpidp.world.process import Process
+from mpidp.world.process import SILENT_S, Process
 from mpidp.world.record_file import write_text
 from mpidp.world.status import status
 
 PARTIAL, REMOVED, LATEST = ".partial-", ".removed-", "latest"
 ASIDE = ".aside"  # behind the name of what was passed over: no save counts or removes it
 OWNED_BY = "@"  # in the name of a partial folder, before the process that publishes it
-SILENT_S = 180.0  # of a process on another node, until it is taken for dead
 _NEW_LATEST = ".latest"
 
 log = logging.getLogger("mpidp")

@@ -16,7 +16,9 @@ import torch
 import mpidp
 from mpidp.config import RunConfig, to_toml
 from mpidp.errors import CheckpointError, ConfigError
+from mpidp.train.disk import as_checkpoint_error
 from mpidp.train.records import starts
+from mpidp.train.records.owner import Owner
 from mpidp.world.flush import flush_folder
 from mpidp.world.launch import launch_facts
 from mpidp.world.mpi import MPI
@@ -61,31 +63,59 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self._log_handler: RankLog | None = None
+        self._owner: Owner | None = None
 
     @classmethod
     def create(cls, config: RunConfig, world: World) -> "RunFolder":
         """A new folder `runs/<name>`, or `runs/<name>-2` and so on where that exists. Collective."""
         folder = cls(world.from_root(lambda: _make_new(Path(config.run.folder), config.run.name)))
+        folder._claim(world)
         with world.together("writing the run folder"):
             if world.rank == 0:
                 folder.checkpoints.mkdir()
                 folder.logs.mkdir()
                 write_text(folder.config, to_toml(config))
-        folder._describe(world)
+        folder.begin(world)
         return folder
 
     @classmethod
-    def reopen(cls, path: Path, world: World) -> "RunFolder":
-        """The folder of a run to continue. Collective.
+    def hold(cls, path: Path, world: World) -> "RunFolder":
+        """The folder of a run to continue, which from now on is this job's; nothing in it is changed yet. Collective.
 
         Raises:
-            CheckpointError: there is no run folder.
+            CheckpointError: there is no run folder, or another job has it.
         """
         folder = cls(path)
         with world.together("opening the run folder"):
             folder.check()
-        folder._describe(world)
+        folder._claim(world)
         return folder
+
+    def _claim(self, world: World) -> None:
+        with world.together("taking the run folder"):
+            if world.rank == 0:
+                try:
+                    self._owner = Owner(self.path, os.environ)
+                    self._owner.claim()
+                except OSError as error:
+                    raise as_checkpoint_error(error, self.path) from error
+
+    def check_owned(self, world: World) -> None:
+        """Raises CheckpointError on all ranks if another job has taken the folder meanwhile. Collective."""
+        with world.together("looking whose the run folder is"):
+            if self._owner is not None:
+                self._owner.check()
+
+    def take_over(self, world: World) -> None:
+        """Goes on when ranks died, perhaps the one that had the folder for this job. Not collective."""
+        if world.rank == 0 and self._owner is None:
+            self._owner = Owner(self.path, os.environ)
+            self._owner.take_over()
+
+    def release(self) -> None:
+        """Gives the folder back: another job may continue the run. Not collective."""
+        if self._owner is not None:
+            self._owner.release()
 
     def check(self) -> None:
         """Raises CheckpointError unless this is the folder of a run. Not collective."""
@@ -114,7 +144,7 @@ class RunFolder:
         if world.rank == 0:
             starts.note(self.path, **facts)
 
-    def _describe(self, world: World) -> None:
+    def begin(self, world: World) -> None:
         """Adds this start to `env.json` and opens this rank's log. Collective."""
         hosts = world.comm.gather(world.host)
         with world.together("writing the run folder"):
