@@ -5,6 +5,7 @@ Relative paths are relative to the current folder.
 """
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +25,11 @@ class RunSection:
     """Folder that holds the run folders; made if absent."""
     seed: int = 0
     """Seed of initial weights, sample order and split."""
+
+    @property
+    def parent(self) -> Path:
+        """The folder that holds the run folders, "~" expanded."""
+        return Path(os.path.expanduser(self.folder))
 
 
 @dataclasses.dataclass(frozen=True)

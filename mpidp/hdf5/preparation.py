@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpidp.errors import DataError, MismatchError
 from mpidp.hdf5.decode.field import FieldSpec
@@ -45,18 +45,29 @@ def describe_together(world: World | None, paths: Paths, specs: tuple[FieldSpec,
     return dataset
 
 
-def check_agreed(world: World | None, settings: tuple[object, ...]) -> None:
-    """Raise `MismatchError` on every rank unless all were given the same settings. Collective."""
+def check_agreed(world: World | None, settings: tuple[Any, ...]) -> None:
+    """Raise `MismatchError` on every rank unless all were given the same settings. Collective.
+
+    The first of them are paths. A file may have another name on each rank, by a link or from a folder of its own.
+    """
     if world is None:
         return
     roots = world.broadcast(settings)
     with world.together("comparing the settings of HDF5Loader"):
-        if settings != roots:
+        if settings[1:] != roots[1:] or not _are_same_files(settings[0], roots[0]):
             raise MismatchError(
                 f"rank {world.rank} made an HDF5Loader with {settings}, rank 0 with {roots}: paths, fields, "
                 "(global_batch, seed, shuffle, lanes, mixing_chunks, split, mode, memory_bytes, allow_holes); give the "
                 "same on every rank"
             )
+
+
+def _are_same_files(here: tuple[str, ...], at_root: tuple[str, ...]) -> bool:
+    try:
+        pairs = zip(here, at_root, strict=True)
+        return all(one == other or os.path.samefile(one, other) for one, other in pairs)
+    except (OSError, ValueError):  # a file is not there; another number of files
+        return False
 
 
 def check_batches(global_batch: int, prefetch_batches: int, num_samples: int, dataset: DataSet) -> None:

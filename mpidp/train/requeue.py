@@ -42,7 +42,7 @@ def choose_resume(config: RunConfig, asked: Path | None, environment: Mapping[st
         job, why = environment.get("SLURM_JOB_ID", ""), f"Slurm started job {environment.get('SLURM_JOB_ID')} again"
     else:
         return asked, ""
-    folders = list(run_folders(Path(config.run.folder), config.run.name))
+    folders = list(run_folders(config.run.parent, config.run.name))
     if job is not None:
         # One whose record is lost may be this job's: without another, to begin anew would be worse.
         begun = {path: _is_of(path, job) for path in folders}

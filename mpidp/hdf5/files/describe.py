@@ -30,7 +30,7 @@ _MOST_RANGES = 2**20
 def absolute_paths(paths: Paths) -> tuple[str, ...]:
     """Return absolute paths, "~" expanded."""
     given = [paths] if isinstance(paths, str | Path) else paths
-    return tuple(str(Path(path).expanduser().absolute()) for path in given)
+    return tuple(str(Path(os.path.expanduser(path)).absolute()) for path in given)
 
 
 def describe(paths: Paths, fields: Fields, allow_holes: bool = False) -> DataSet:
@@ -70,9 +70,14 @@ def check_present(dataset: DataSet) -> None:
 def _distinct(paths: tuple[str, ...]) -> tuple[str, ...]:
     if not paths:
         raise DataError("no file was given; give the path of at least one HDF5 file")
-    if len(set(paths)) < len(paths):
-        twice = next(path for path in paths if paths.count(path) > 1)
-        raise DataError(f"{twice}: given more than once, so its samples would come more than once; give it once")
+    found: dict[str, str] = {}
+    for path in paths:
+        other = found.setdefault(os.path.realpath(path), path)
+        if other is not path:
+            named = "" if other == path else f", also as {other}"
+            raise DataError(
+                f"{path}: given more than once{named}, so its samples would come more than once; give it once"
+            )
     return paths
 
 

@@ -107,7 +107,7 @@ def _publish(source: Source, plan: Plan, log: PartLog, path: str, overwrite: boo
 
 
 def _checked_target(target: str, overwrite: bool) -> str:
-    path = str(Path(target).expanduser().absolute())
+    path = str(Path(os.path.expanduser(target)).absolute())
     if os.path.isdir(path):
         raise ConfigError(f"{target}: this is a folder; give the name of the HDF5 file to write")
     folder = os.path.dirname(path)

@@ -68,7 +68,7 @@ class RunFolder:
     @classmethod
     def create(cls, config: RunConfig, world: World) -> "RunFolder":
         """A new folder `runs/<name>`, or `runs/<name>-2` and so on where that exists. Collective."""
-        folder = cls(world.from_root(lambda: _make_new(Path(config.run.folder), config.run.name)))
+        folder = cls(_as_all_find_it(world.from_root(lambda: _make_new(config.run.parent, config.run.name)), world))
         folder._claim(world)
         with world.together("writing the run folder"):
             if world.rank == 0:
@@ -85,7 +85,7 @@ class RunFolder:
         Raises:
             CheckpointError: there is no run folder, or another job has it.
         """
-        folder = cls(path)
+        folder = cls(_as_all_find_it(path, world))
         with world.together("opening the run folder"):
             folder.check()
         folder._claim(world)
@@ -182,6 +182,12 @@ def environment(world: World, hosts: list[str] | None) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
     }
+
+
+def _as_all_find_it(path: Path, world: World) -> Path:
+    """The path as rank 0 means it, absolute if some rank stands in another folder. Collective."""
+    at_root = world.broadcast(os.getcwd())
+    return path if world.all(os.getcwd() == at_root) else Path(at_root) / path
 
 
 def _make_new(parent: Path, name: str) -> Path:

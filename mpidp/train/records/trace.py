@@ -51,7 +51,7 @@ class Trace:
     def __init__(self, world: World, path: str | os.PathLike[str], *, from_step: int = FROM_STEP, steps: int = STEPS):
         if from_step < 0 or steps < 0:
             raise ValueError(f"from_step={from_step}, steps={steps}: give numbers that are not negative")
-        self.world, self.path = world, Path(path)
+        self.world, self.path = world, Path(os.path.expanduser(path))
         self.from_step, self.steps = from_step, steps
         self._count = 0
         self._clock: Reading | None = None
