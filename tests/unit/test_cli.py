@@ -35,8 +35,8 @@ TRAIN_OPTIONS = """
 --help --resume --dry-run --dry_run --ranks --print-config --print_config
 --run.name --run.folder --run.seed
 --data.train --data.validation --data.validation_fraction --data.fields --data.global_batch --data.shuffle
---data.lanes --data.mixing_chunks --data.mode --data.stage_folder --data.memory_bytes --data.threads --data.accept_changed --data.allow_holes
---data.transform --data.sample_transform
+--data.lanes --data.mixing_chunks --data.mode --data.stage_folder --data.memory_bytes --data.threads --data.allow_holes
+--data.accept_changed --data.transform --data.sample_transform
 --model.name --loss.name --optimizer.name --optimizer.lr --optimizer.sharded --scheduler.name
 --train.epochs --train.fault_tolerance --train.min_ranks
 --train.clip_norm --train.micro_batch --train.sync_batch_norm --train.dtype --train.threads --train.on_end
