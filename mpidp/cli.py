@@ -4,6 +4,7 @@ The top level imports nothing heavy and starts no MPI, so `mpidp --help` is inst
 Under a launcher every rank parses the same words; an error is printed once, by rank 0.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -83,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     An error that only this rank knows of is raised, not returned: the world's hooks then end the whole job.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = [_with_home(word) for word in (sys.argv[1:] if argv is None else argv)]
     if words == ["--version"]:
         say(f"mpidp {mpidp.__version__}")
         return DONE
@@ -102,6 +103,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         world = started_world()
         complain(f"interrupted{world.guard.last_words() if world else ''}")
         return INTERRUPTED
+
+
+def _with_home(word: str) -> str:
+    """A word whose "~" the shell has left, as in --resume=~/runs/digits, or quoted."""
+    option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
+    return f"{option}{equals}{os.path.expanduser(value)}"
 
 
 def _doctor(words: list[str]) -> int:

@@ -5,6 +5,7 @@ Relative paths are relative to the current folder.
 """
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +25,11 @@ class RunSection:
     """Folder that holds the run folders; made if absent."""
     seed: int = 0
     """Seed of initial weights, sample order and split."""
+
+    @property
+    def parent(self) -> Path:
+        """The folder that holds the run folders, "~" expanded."""
+        return Path(os.path.expanduser(self.folder))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +87,8 @@ class DataSection:
     """Threads of each rank that decode; 0 for as many as it has cores."""
     allow_holes: bool = False
     """Let chunks that were never written read as the dataset's fill value."""
+    accept_changed: bool = False
+    """Resume although the training files hold other rows, chunks or values than before; the epoch begins anew."""
     transform: str = ""
     """Built-in transform of a batch, or module:function; empty for none."""
     sample_transform: str = ""

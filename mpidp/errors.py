@@ -23,3 +23,7 @@ class MismatchError(MpidpError):
 
 class CheckpointError(MpidpError):
     """A checkpoint that is missing, damaged or belongs to something else."""
+
+
+class RecordError(MpidpError):
+    """A small file of a run, such as env.json, that is damaged."""

@@ -29,6 +29,7 @@ from mpidp.hdf5.batches.source import Mode, Stretch
 from mpidp.hdf5.batches.transform import BatchTransform, SampleTransform
 from mpidp.hdf5.decode.field import Fields, field_specs
 from mpidp.hdf5.files.describe import Paths, absolute_paths
+from mpidp.hdf5.files.fingerprint import check_unchanged, fingerprint
 from mpidp.hdf5.modes import Source, check_mode, open_source
 from mpidp.hdf5.order.order import Order, Shuffle
 from mpidp.hdf5.order.split import Part
@@ -116,8 +117,8 @@ class HDF5Loader:
         self.world = world = resolve_world(world, "an HDF5Loader")
         specs = field_specs(fields)
         order = (global_batch, seed, shuffle, lanes, mixing_chunks, split, mode, memory_bytes, allow_holes, drop_last)
-        given = (absolute_paths(paths), tuple(spec.settings() for spec in specs), order)
-        check_agreed(world, given, "an HDF5Loader", _SETTINGS)
+        given = (tuple(spec.settings() for spec in specs), order)
+        check_agreed(world, given, "an HDF5Loader", _SETTINGS, absolute_paths(paths))
         self.dataset = describe_together(world, paths, specs, allow_holes)
         node_bytes = memory_bytes or from_root(world, lambda: default_node_bytes(memory_limit()))
         self._node_bytes = node_bytes
@@ -237,19 +238,22 @@ class HDF5Loader:
             "mixing_chunks": self.order.mixing_chunks,
             "shuffle": self.order.shuffle,
             "global_batch": self.order.global_batch,
+            "files": fingerprint(self.dataset),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, accept_changed: bool = False) -> None:
         """Go on where `state` was taken: exactly its unseen samples follow.
 
         Seed, lanes, mixing_chunks and, if it was chosen by "auto", shuffle of `state` are adopted. Another global
-        batch and another number of ranks are fine. Raises `DataError` for another number of samples or shuffle,
-        and, if the rows are split by the seed, for another seed.
+        batch, another number of ranks and other paths of the same files are fine. accept_changed: begin the epoch
+        anew, and say so, where the files hold other rows, chunks or values than those of `state`, instead of raising.
+        Raises `DataError` for these and another shuffle, and, if the rows are split by the seed, for another seed.
         """
         missing = self.state_dict().keys() - state.keys()
         if missing:
-            raise DataError(f"the state lacks {', '.join(sorted(missing))}; it is not one of a loader")
-        fixed: dict[str, Any] = {"num_samples": self.num_samples}
+            raise DataError(f"the state lacks {', '.join(sorted(missing))}; it is not one of a loader of this version")
+        same = check_unchanged(state["files"], self.dataset, accept_changed, speaks=self._ranks[1] == 0)
+        fixed: dict[str, Any] = {"num_samples": self.num_samples} if same else {}
         if not self._adopts_shuffle:
             fixed["shuffle"] = self.order.shuffle
         if self._selection.split is not None:
@@ -260,15 +264,16 @@ class HDF5Loader:
                     f"the checkpoint was written with {name} = {state[name]!r}, this loader has {here!r}; "
                     "resume with the same data and settings"
                 )
-        if not 0 <= state["position"] <= self.num_samples or state["epoch"] < 0:
-            place = f"epoch {state['epoch']}, position {state['position']}"
+        position = state["position"] if same else 0
+        if not 0 <= position <= self.num_samples or state["epoch"] < 0:
+            place = f"epoch {state['epoch']}, position {position}"
             raise DataError(f"the checkpoint is at {place}, outside {self.num_samples} samples; it is damaged")
         self.stop()
-        adopted = {name: state[name] for name in ("seed", "lanes", "mixing_chunks", "shuffle")}
-        self.order = replace(self.order, **adopted)
+        names = ("seed", "lanes", "mixing_chunks", "shuffle") if same else ("seed",)
+        self.order = replace(self.order, **{name: state[name] for name in names})
         if self._source is not None:
             self._source.ring = self._ring()  # with other lanes, a rank may have more samples in a step
-        self._epoch, self._position, self._continues = state["epoch"], state["position"], True
+        self._epoch, self._position, self._continues = state["epoch"], position, True
         self.keep()
 
     def keep(self) -> None:

@@ -45,17 +45,30 @@ def describe_together(world: World | None, paths: Paths, specs: tuple[FieldSpec,
     return dataset
 
 
-def check_agreed(world: World | None, settings: tuple[object, ...], made: str, names: str) -> None:
-    """Raise `MismatchError` on every rank unless all were given the same settings. Collective."""
+def check_agreed(
+    world: World | None, settings: tuple[object, ...], made: str, names: str, paths: tuple[str, ...] = ()
+) -> None:
+    """Raise `MismatchError` on every rank unless all were given the same settings. Collective.
+
+    A file may have another path on each rank, by a link or from a folder of its own.
+    """
     if world is None:
         return
-    roots = world.broadcast(settings)
+    roots, roots_paths = world.broadcast((settings, paths))
     with world.together(f"comparing the settings of {made}"):
-        if settings != roots:
+        if settings != roots or not _are_same_files(paths, roots_paths):
+            own, others = (*paths, *settings), (*roots_paths, *roots)
             raise MismatchError(
-                f"rank {world.rank} made {made} with {settings}, rank 0 with {roots}: {names}; give the same on every "
-                "rank"
+                f"rank {world.rank} made {made} with {own}, rank 0 with {others}: {names}; give the same on every rank"
             )
+
+
+def _are_same_files(here: tuple[str, ...], at_root: tuple[str, ...]) -> bool:
+    try:
+        pairs = zip(here, at_root, strict=True)
+        return all(one == other or os.path.samefile(one, other) for one, other in pairs)
+    except (OSError, ValueError):  # a file is not there; another number of files
+        return False
 
 
 def check_batches(global_batch: int, prefetch_batches: int, num_samples: int, dataset: DataSet) -> None:

@@ -2,15 +2,15 @@
 
 import json
 import time
-import tomllib
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from mpidp.errors import ConfigError
+from mpidp.errors import ConfigError, RecordError
 from mpidp.tools.record_kinds import of_known_kinds
 from mpidp.train.checkpoints.checkpoint import newest_first
+from mpidp.train.records import starts
 
 # A run that has not written for so long is no longer taken for running, unless Slurm says so.
 SILENT_S = 300.0
@@ -31,13 +31,14 @@ class RunState:
         checkpoint: name of the newest complete checkpoint, or "".
         checkpoint_age_s, silent_s: seconds since it was written, and since the last record.
         end: how the last start ended ("done", "stopped by SIGTERM"), or "" if it runs or died.
+        damaged: what is wrong with each record that cannot be read; what it would have told is missing above.
     """
 
     path: Path
     starts: int
     job: str
-    ranks: int
-    nodes: int
+    ranks: int | None
+    nodes: int | None
     step: int | None
     last_step: int | None
     loss: float | None
@@ -46,6 +47,7 @@ class RunState:
     checkpoint_age_s: float
     silent_s: float
     end: str
+    damaged: tuple[str, ...] = ()
 
     @property
     def state(self) -> str:
@@ -59,10 +61,8 @@ def read_run(path: Path) -> RunState:
     Raises:
         ConfigError: no run folder, or one that cannot be read.
     """
-    starts = read_starts(path)
-    last = starts[-1]
-    if not {"ranks", "nodes"} <= last.keys():
-        raise ConfigError(f"{path / 'env.json'} is damaged: its last start has no number of ranks and nodes")
+    entries, damaged = read_starts(path)
+    last = entries[-1] if entries else {}
     now = time.time()
     trained = _last_record(path / "metrics.jsonl", "train")
     step = trained["step"] if trained else last.get("first_step")
@@ -70,10 +70,10 @@ def read_run(path: Path) -> RunState:
     checkpoint = next(iter(newest_first(path / "checkpoints")), None)
     return RunState(
         path=path,
-        starts=len(starts),
+        starts=len(entries),
         job=last.get("slurm_job_id") or "",
-        ranks=last["ranks"],
-        nodes=last["nodes"],
+        ranks=last.get("ranks"),
+        nodes=last.get("nodes"),
         step=step,
         last_step=total,
         loss=trained.get("loss") if trained else None,
@@ -82,30 +82,35 @@ def read_run(path: Path) -> RunState:
         checkpoint_age_s=now - checkpoint.stat().st_mtime if checkpoint else 0.0,
         silent_s=silent_s(path),
         end=last.get("end", ""),
+        damaged=tuple(damaged),
     )
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder is that of a run."""
+    return (path / starts.FILE).exists() or (path / "checkpoints").is_dir()
 
 
 def silent_s(path: Path) -> float:
     """Seconds since the last sign of life of the run in a folder: its start, or a record."""
-    files = (path / "metrics.jsonl", path / "env.json")
-    return time.time() - max(file.stat().st_mtime for file in files if file.exists())
+    files = (path / "metrics.jsonl", path / starts.FILE)
+    return time.time() - max((file.stat().st_mtime for file in files if file.exists()), default=path.stat().st_mtime)
 
 
-def read_starts(path: Path) -> list[dict[str, Any]]:
-    """What `env.json` says of each start of a run, the first one first; at least one.
+def read_starts(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """What `env.json` says of each start of a run, the first one first; and what is wrong with it, if it is damaged.
 
     Raises:
-        ConfigError: no run folder, or one that cannot be read.
+        ConfigError: no run folder.
     """
+    if not is_run(path):
+        raise ConfigError(f"{path} is not the folder of a run, or is just being made: it has no {starts.FILE}")
     try:
-        starts: list[dict[str, Any]] = json.loads((path / "env.json").read_text())
-        if not (isinstance(starts, list) and starts and all(isinstance(start, dict) for start in starts)):
-            raise ValueError("env.json is no list of starts")
-        starts = [of_known_kinds(start) for start in starts]
-        tomllib.loads((path / "config.toml").read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not the folder of a run, or is just being made: {error}") from error
-    return starts
+        return [of_known_kinds(start) for start in starts.read(path)], []
+    except FileNotFoundError:
+        return [], [f"{path / starts.FILE} is missing"]
+    except RecordError as error:
+        return [], [str(error)]
 
 
 def _last_record(path: Path, kind: str) -> dict[str, Any] | None:

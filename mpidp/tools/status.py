@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 from mpidp.errors import ConfigError
-from mpidp.tools.run_state import RunState, read_run
+from mpidp.tools.run_state import RunState, is_run, read_run
 from mpidp.tools.table import table
 
 SLURM_TIMEOUT_S = 20.0
@@ -17,15 +17,16 @@ def status(path: Path | None) -> str:
     Raises:
         ConfigError: there is no such run, or no runs.
     """
-    if path is not None and (path / "env.json").exists():
+    if path is not None and is_run(path):
         return _details(read_run(path))
     parent = Path("runs") if path is None else path
-    folders = [found.parent for found in parent.glob("*/env.json")]
+    folders = [found for found in parent.glob("*") if is_run(found)]
     if not folders:
         raise ConfigError(f"{parent} holds no runs. Give a run's folder: mpidp status runs/NAME")
     runs = sorted(map(read_run, folders), key=lambda run: run.silent_s)
     rows = [[run.path.name, _state(run), _steps(run), _loss(run), _left(run), run.checkpoint or "-"] for run in runs]
-    return table(("run", "state", "step", "loss", "left", "last checkpoint"), rows, indent="")
+    lines = [table(("run", "state", "step", "loss", "left", "last checkpoint"), rows, indent="")]
+    return "\n".join([*lines, *(text for run in runs for text in run.damaged)])
 
 
 def _details(run: RunState) -> str:
@@ -36,10 +37,11 @@ def _details(run: RunState) -> str:
             f"run:        {run.path}",
             f"state:      {_state(run)}; last sign of life {duration(run.silent_s)} ago",
             f"job:        {job}",
-            f"size:       {run.ranks} ranks on {run.nodes} nodes",
+            f"size:       {run.ranks or '?'} ranks on {run.nodes or '?'} nodes",
             f"step:       {_steps(run)}, loss {_loss(run)}, left {_left(run)}",
             f"checkpoint: {saved}",
-            f"restarts:   {run.starts - 1}",
+            f"restarts:   {run.starts - 1 if run.starts else '?'}",
+            *(f"damaged:    {text}" for text in run.damaged),
         ]
     )
 

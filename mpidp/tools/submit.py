@@ -40,6 +40,6 @@ def describe_submitted(number: str, job: BatchJob, config: RunConfig) -> str:
 
 def next_folder(config: RunConfig) -> Path:
     """The folder that a run of this name would get now."""
-    parent, name = Path(config.run.folder), config.run.name
+    parent, name = config.run.parent, config.run.name
     names = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
     return next(parent / name for name in names if not (parent / name).exists())

@@ -5,14 +5,18 @@ script. It goes on with the run that it began.
 """
 
 import dataclasses
-import json
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from mpidp.config import RunConfig
+from mpidp.errors import RecordError
 from mpidp.printable import listed
+from mpidp.train.checkpoints.checkpoint import newest_first
+from mpidp.train.records import starts
 
+log = logging.getLogger("mpidp")
 AUTO = Path("auto")
 
 
@@ -39,11 +43,13 @@ def choose_resume(config: RunConfig, asked: Path | None, environment: Mapping[st
         job, why = environment.get("SLURM_JOB_ID", ""), f"Slurm started job {environment.get('SLURM_JOB_ID')} again"
     else:
         return asked, ""
-    folders = [
-        path for path in run_folders(Path(config.run.folder), config.run.name) if job is None or _is_of(path, job)
-    ]
+    folders = list(run_folders(config.run.parent, config.run.name))
+    if job is not None:
+        # One whose record is lost may be this job's: without another, to begin anew would be worse.
+        begun = {path: _is_of(path, job) for path in folders}
+        folders = [path for path in folders if begun[path]] or [path for path in folders if begun[path] is None]
     for path in folders:
-        if any((path / "checkpoints").glob("step_*")):
+        if newest_first(path / "checkpoints"):
             return path, f"{why}: continuing {path}"
     found = f"no checkpoint in {listed(folders)}" if folders else "no run folder of it"
     return None, f"{why}: {found}; starting from the beginning"
@@ -57,10 +63,10 @@ def run_folders(parent: Path, name: str) -> Iterator[Path]:
     yield from (path for _, path in sorted(numbered, reverse=True))
 
 
-def _is_of(folder: Path, job: str) -> bool:
-    """Whether a run folder was begun or continued by this Slurm job."""
+def _is_of(folder: Path, job: str) -> bool | None:
+    """Whether a run folder was begun or continued by this Slurm job; None where its record is lost."""
     try:
-        starts = json.loads((folder / "env.json").read_text())
-    except (OSError, ValueError):
-        return False  # a job that died while it made the folder has saved nothing there
-    return any(start.get("slurm_job_id") == job for start in starts)
+        return any(start.get("slurm_job_id") == job for start in starts.read(folder))
+    except (OSError, RecordError) as error:
+        log.warning("which jobs trained in %s is not known: %s", folder, error)
+        return None

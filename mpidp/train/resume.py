@@ -38,7 +38,12 @@ def make_saver(trainer: "Trainer", newest: Path | None) -> Saver:
 
 
 def save(trainer: "Trainer") -> None:
-    """Begins a checkpoint: rank 0 writes what all share, every rank what it alone has. Collective."""
+    """Begins a checkpoint: rank 0 writes what all share, every rank what it alone has. Collective.
+
+    Raises:
+        CheckpointError: as `Saver.save` does; and if another job has taken the run folder meanwhile.
+    """
+    trainer.folder.check_owned(trainer.world)
     trainer.saver.save(trainer.step, partial(_state, trainer), partial(_own_state, trainer))
 
 
@@ -59,7 +64,7 @@ def restore(trainer: "Trainer", run_folder: Path) -> tuple[int, Path]:
         RunFolder(run_folder).check()
     path, passed_over = newest_readable(world, RunFolder(run_folder).checkpoints)
     for line in passed_over:
-        world.say(f"passed over a newer checkpoint: {line}")
+        world.say(f"passed over a newer checkpoint: {line}; the next save sets it aside")
     with world.together("loading the checkpoint"):
         state = checkpoint.read(path, checkpoint.STATE)
         _apply(trainer, state, path)
@@ -139,7 +144,7 @@ def _apply(trainer: "Trainer", state: dict[str, Any], path: Path) -> None:
             trainer.scheduler.load_state_dict(state["scheduler"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"checkpoint {path} was made with another optimizer or scheduler: {error}") from error
-    trainer.loader.load_state_dict(state["loader"])
+    trainer.loader.load_state_dict(state["loader"], accept_changed=trainer.config.data.accept_changed)
 
 
 def _classes(trainer: "Trainer") -> dict[str, str]:

@@ -44,6 +44,7 @@ class Survivor:
         is_saved = trainer.saver.newest is not None and trainer.saver.newest.name == folder_name(trainer.step)
         trainer.saved_step = trainer.step if world.all(is_saved) else -1
         rng.seed_all(trainer.config.run.seed, world.rank, trainer.step)
+        trainer.folder.take_over(world)
         trainer.recorder.rebuild(trainer.step, trainer.folder.metrics)
         remember(trainer.model, trainer.folder.path)
         if trainer.config.reduce.error_feedback:

@@ -62,15 +62,22 @@ def train(config: RunConfig, resume: Path | None = None) -> str:
     resume, why = world.from_root(lambda: choose_resume(config, resume, os.environ))
     if why:
         world.say(why)
-    return Trainer(config, world, resume).run()
+    with contextlib.ExitStack() as at_end:
+        held = RunFolder.hold(resume, world) if resume else None
+        if held is not None:
+            at_end.callback(held.release)
+        trainer = Trainer(config, world, held)
+        at_end.callback(trainer.folder.release)
+        return trainer.run()
 
 
 class Trainer:
     """One training run. Everything that can be wrong with the input is found before the run folder is made."""
 
-    def __init__(self, config: RunConfig, world: World, resume: Path | None = None):
+    def __init__(self, config: RunConfig, world: World, held: RunFolder | None = None):
         self.config = config
         self.world = world
+        resume = None if held is None else held.path
         check_same(world, [*to_toml(config).splitlines(), f"resume {resume}"], "the configurations")
         self.survivors = Survivors(world, config.train.min_ranks) if config.train.fault_tolerance == "shrink" else None
         torch.set_num_threads(choose_threads(config.train.threads, os.environ, world.cores))
@@ -93,15 +100,25 @@ class Trainer:
         self.step = 0
         rng.seed_all(config.run.seed, world.rank, self.step)
         metrics_bytes, newest = restore(self, resume) if resume else (0, None)
-        self.folder = RunFolder.reopen(resume, world) if resume else RunFolder.create(config, world)
+        if held is not None:
+            held.begin(world)
+        self.folder = held or RunFolder.create(config, world)
         world.guard.last_words = partial(describe_newest, self.folder)
         self.saver = make_saver(self, newest)
         remember(self.model, self.folder.path)
         world.status.step = self.step
         self.first_step, self.saved_step = self.step, self.step if resume else -1
         progress = Progress(world.rank == 0, self.step, self.step + self._steps_left(), config.log.progress_s)
-        metrics = MetricsFile(self.folder.metrics, metrics_bytes) if world.rank == 0 else None
-        self.recorder = Recorder(world, progress, metrics, self.step)
+        with world.together("opening the metrics"):
+            metrics = MetricsFile(self.folder.metrics, metrics_bytes) if world.rank == 0 else None
+        self.recorder = Recorder(
+            world,
+            progress,
+            metrics,
+            self.step,
+            on_failure=config.checkpoint.on_failure,
+            failure=self.folder.take_log_failure,
+        )
         self.folder.note(world, first_step=self.step, last_step=self.step + self._steps_left())
         self.trace = Trace(world, self.folder.trace, from_step=config.log.trace_from, steps=config.log.trace_steps)
         self.stop = StopSignal(world, self.folder.path / "STOP")

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812  # the name every PyTorch program gives it
 
 from mpidp.errors import DataError, MismatchError
+from mpidp.hdf5.batches.source import Mode
 from mpidp.hdf5.loader import HDF5Loader
 from mpidp.hdf5.order.order import Shuffle
 from mpidp.world.world import World
@@ -164,3 +165,47 @@ def test_ranks_must_agree_on_drop_last(world: World, path: Path) -> None:
     """Behaviour 33."""
     with pytest.raises(MismatchError, match="drop_last"):
         make(path, world, drop_last=world.rank == 1)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_one_file_by_other_names(world: World, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that stand in folders of their own, or name a link, have one file; equal names of two files do not."""
+    folder = path.parent
+    own = folder / f"rank_{world.rank}"
+    own.mkdir()
+    monkeypatch.chdir(own)
+    (own / "link.h5").symlink_to(path)
+    (own / "hard.h5").hardlink_to(path)
+    names = ["../data.h5", "link.h5", "hard.h5", path]
+    for name in [*names, names[world.rank % 4]]:
+        loader = make(Path(name), world)
+        seen = [row for batch in loader for row in global_rows(world, batch.indices)]
+        assert sorted(seen) == list(range(ROWS))
+        loader.close()
+    (own / "copy.h5").write_bytes(path.read_bytes())
+    with pytest.raises(MismatchError, match="rank 1 made an HDF5Loader with"):
+        make(Path("copy.h5"), world)
+
+
+@pytest.mark.parametrize("mode", ["stream", "node", "store", "stage"])
+@pytest.mark.filterwarnings("ignore:mode=.stage. copies to")
+def test_changed_data_are_refused_on_all_ranks(world: World, path: Path, mode: Mode, tmp_path: Path) -> None:
+    """Behaviour 53: by the same words; accepted, all begin the epoch anew."""
+    folder = world.broadcast(str(tmp_path))
+    loader = make(path, world, mode=mode, stage_folder=folder)
+    next(iter(loader))
+    state = loader.state_dict()
+    loader.close()
+    world.barrier()
+    if world.rank == 0:
+        with h5py.File(path, "r+") as file:
+            file["y"][-1] = 7
+    world.barrier()
+    loader = make(path, world, mode=mode, stage_folder=folder)
+    with pytest.raises(DataError, match='other values in field "y"') as caught:
+        loader.load_state_dict(state)
+    assert len(set(world.comm.allgather(str(caught.value)))) == 1
+    loader.load_state_dict(state, accept_changed=True)
+    seen = [row for batch in loader for row in global_rows(world, batch.indices)]
+    assert sorted(seen) == list(range(ROWS))
+    loader.close()

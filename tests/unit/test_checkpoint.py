@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from mpidp.errors import CheckpointError
 from mpidp.train.checkpoints import manifest as manifests
 from mpidp.train.checkpoints.checkpoint import check_model, find_fault, load, newest
 from mpidp.train.checkpoints.manifest import File, Manifest
+from mpidp.world.process import Process
 
 Damage = Callable[[Path], None]
 
@@ -242,3 +244,84 @@ def test_the_same_model_is_taken() -> None:
 def test_a_copy_of_a_checkpoint_elsewhere_loads(tmp_path: Path) -> None:
     path = save(tmp_path, 1, state_of(1), keep=1)
     check_state(Path(shutil.copytree(path, tmp_path / "copy")), 1)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "step_00000002_best",
+        "step_best",
+        "step_00000002.aside",
+        "step_2",
+        "step_0000000002",
+        "step_٠٠٠٠٠٠٠٢",
+        "latest_good",
+    ],
+)
+def test_only_exact_names_are_checkpoints(tmp_path: Path, name: str) -> None:
+    """Behaviour 54: a copy is the user's: not counted, not taken, not removed."""
+    for step in range(1, 6):
+        save(tmp_path, step, state_of(step), keep=2)
+        if step == 2:
+            shutil.copytree(tmp_path / "step_00000002", tmp_path / name)
+    check_state(tmp_path / name, 2)
+    assert names(tmp_path) == sorted(["latest", "step_00000004", "step_00000005", name])
+    assert newest(tmp_path) == (tmp_path / "step_00000005", [])
+
+
+@pytest.mark.parametrize("name", ["step_00000002.tar", "step_00000003", ".partial-step_1.txt", ".removed-notes"])
+def test_files_are_left_alone(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("the user's")
+    for step in (1, 2, 4, 5):
+        save(tmp_path, step, state_of(step), keep=1)
+    assert (tmp_path / name).read_text() == "the user's"
+    assert newest(tmp_path) == (tmp_path / "step_00000005", [])
+
+
+def test_what_was_passed_over_is_kept_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Behaviours 41, 54: unreadable when the run was resumed before it, perhaps only then. It is never resumed from."""
+    for step in (1, 8, 9):
+        save(tmp_path, step, state_of(step), keep=3)
+    with caplog.at_level("WARNING", "mpidp"):
+        for step in (2, 8, 10, 11, 12):
+            save(tmp_path, step, state_of(step), keep=1)
+    assert names(tmp_path) == ["latest", "step_00000008.aside", "step_00000009.aside", "step_00000012"]
+    check_state(tmp_path / "step_00000009.aside", 9)
+    assert sum("it is kept as step_0000000" in record.getMessage() for record in caplog.records) == 2
+
+
+def test_a_checkpoint_that_is_a_link_is_not_followed_when_it_is_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    save(tmp_path, 1, state_of(1), keep=1)
+    folder.mkdir()
+    (folder / "step_00000001").symlink_to(tmp_path / "step_00000001")
+    assert newest(folder)[0] == folder / "step_00000001"
+    save(folder, 2, state_of(2), keep=1)
+    assert names(folder) == ["latest", "step_00000002"]
+    check_state(tmp_path / "step_00000001", 1)
+
+
+def test_what_another_job_is_writing_is_left_alone(tmp_path: Path) -> None:
+    """Behaviour 54: removed once that job is gone; of one on another node, once nothing has been written for long."""
+    other = subprocess.Popen(["sleep", "100"])
+    started = int(Path(f"/proc/{other.pid}/stat").read_text().split()[21])
+    here = Process.this()
+    for number, process in enumerate(
+        [
+            Process(other.pid, started, here.namespace, here.host),
+            Process(other.pid, started + 1, here.namespace, here.host),  # its number, but another process
+            Process(7, 7, here.namespace, "another.node"),
+            Process(7, 7, here.namespace + 1, here.host),  # in another container
+            here,
+        ]
+    ):
+        (tmp_path / f".partial-step_00000009-{number}-a1b2@{process}").mkdir()
+    save(tmp_path, 1, state_of(1), keep=1)
+    left = sorted(name.split("-")[2] for name in names(tmp_path) if name.startswith("."))
+    assert left == ["0", "2", "3"]
+    other.kill()
+    other.wait()
+    for path in tmp_path.glob(".partial-*"):
+        os.utime(path, (time.time() - 200,) * 2)
+    save(tmp_path, 2, state_of(2), keep=1)
+    assert names(tmp_path) == ["latest", "step_00000002"]

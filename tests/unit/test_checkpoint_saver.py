@@ -16,8 +16,8 @@ import mpidp
 from mpidp.errors import CheckpointError
 from mpidp.train.checkpoints import part as module
 from mpidp.train.checkpoints.checkpoint import load, newest
-from mpidp.train.checkpoints.disk import as_checkpoint_error
 from mpidp.train.checkpoints.saver import Saver
+from mpidp.train.disk import as_checkpoint_error
 
 
 @pytest.fixture

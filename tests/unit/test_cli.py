@@ -36,7 +36,7 @@ TRAIN_OPTIONS = """
 --run.name --run.folder --run.seed
 --data.train --data.validation --data.validation_fraction --data.fields --data.global_batch --data.shuffle
 --data.lanes --data.mixing_chunks --data.mode --data.stage_folder --data.memory_bytes --data.threads --data.allow_holes
---data.drop_last --data.transform --data.sample_transform
+--data.drop_last --data.accept_changed --data.transform --data.sample_transform
 --model.name --loss.name --optimizer.name --optimizer.lr --optimizer.sharded --scheduler.name
 --train.epochs --train.fault_tolerance --train.min_ranks
 --train.clip_norm --train.micro_batch --train.sync_batch_norm --train.dtype --train.threads --train.on_end

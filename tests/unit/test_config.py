@@ -162,6 +162,7 @@ def test_every_field_but_tables_and_choices_has_a_check() -> None:
         "data.mode",
         "data.allow_holes",
         "data.drop_last",
+        "data.accept_changed",
         "data.stage_folder",
         "data.field",
         "data.shuffle",

@@ -252,6 +252,9 @@ def test_paths_and_fields_that_cannot_be(tmp_path: Path) -> None:
         describe([], ("x",))
     with pytest.raises(DataError, match=r"a\.h5: given more than once"):
         describe([path, tmp_path / "." / "a.h5"], ("x",))
+    (tmp_path / "link.h5").symlink_to(path)
+    with pytest.raises(DataError, match=r"link\.h5: given more than once, also as .*a\.h5"):
+        describe([path, tmp_path / "link.h5"], ("x",))
     for fields in ("x", (), ("x", "x")):
         with pytest.raises(DataError, match="sequence of different dataset names"):
             describe(path, fields)

@@ -312,7 +312,7 @@ def test_states_of_something_else(paths: list[Path], changed: dict[str, Any], te
     loader = make(paths)
     with pytest.raises(DataError, match=text):
         loader.load_state_dict({**loader.state_dict(), **changed})
-    with pytest.raises(DataError, match="lacks epoch, global_batch"):
+    with pytest.raises(DataError, match="lacks epoch, files, global_batch"):
         loader.load_state_dict({})
 
 

@@ -1,14 +1,18 @@
 """Tallies of losses over uneven batches, and the file that records go to."""
 
+import errno
 import json
+import logging
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import mpidp
 from mpidp.train.records.metrics import MetricsFile, Tally, memory_bytes
+from mpidp.train.records.run_folder import RankLog
 
 CPU = torch.device("cpu")
 NAN = torch.tensor(float("nan"))
@@ -131,3 +135,52 @@ def test_every_line_is_json_by_the_standard_even_when_training_diverges(tmp_path
 
 def test_memory_is_in_bytes() -> None:
     assert 10 * 2**20 < memory_bytes(CPU)["host"] < 2**40
+
+
+class NearlyFull:
+    """A file whose disk takes the first half of a line."""
+
+    def __init__(self, file: Any):
+        self.file = file
+        self.calls = 0
+
+    def write(self, data: bytes) -> int:
+        self.calls += 1
+        if self.calls > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return int(self.file.write(data[: len(data) // 2]))
+
+    def fileno(self) -> int:
+        return int(self.file.fileno())
+
+
+def test_a_full_disk_leaves_whole_lines_and_is_named(tmp_path: Path) -> None:
+    """Behaviour 54: half a line would spoil the next one."""
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    file.write({"step": 1})
+    whole = path.read_bytes()
+    real = file._file
+    file._file = NearlyFull(real)  # type: ignore[assignment]
+    with pytest.raises(OSError, match=r"metrics\.jsonl"):
+        file.write({"step": 2})
+    assert path.read_bytes() == whole and file.num_bytes == len(whole)
+    file._file = real
+    file.write({"step": 3})
+    file.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 3]
+
+
+def test_a_log_that_cannot_be_written_is_remembered_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    handler = RankLog(tmp_path / "rank_0000.log")
+    stream = handler.stream
+    handler.setStream(open("/dev/full", "w"))  # noqa: SIM115
+    stream.close()
+    for _ in range(3):
+        handler.emit(logging.LogRecord("mpidp", logging.INFO, "", 0, "a line", (), None))
+    assert isinstance(handler.failure, OSError) and handler.failure.filename == str(tmp_path / "rank_0000.log")
+    handler.failure = None
+    handler.emit(logging.LogRecord("mpidp", logging.INFO, "", 0, "a line", (), None))
+    assert handler.failure is None
+    handler.close()
+    assert capsys.readouterr() == ("", "")

@@ -348,23 +348,19 @@ def damage(run: Path) -> None:
     ("change", "expected"),
     [
         (shutil.rmtree, "there is no such folder. Give the folder of a run"),
-        (lambda run: (run / "env.json").unlink(), "is not the folder of a run"),
-        (lambda run: (run / "env.json").write_text("[]"), "is not the folder of a run"),
+        (lambda run: [(run / "env.json").unlink(), shutil.rmtree(run / "checkpoints")], "is not the folder of a run"),
         (lambda run: (run / "metrics.jsonl").unlink(), "metrics.jsonl cannot be read (No such file or directory)"),
         (lambda run: (run / "metrics.jsonl").write_text(""), "metrics.jsonl holds no record of training yet"),
         (lambda run: (run / "metrics.jsonl").write_text('{"kind": "tr'), "holds no record of training yet"),
-        (damage, "metrics.jsonl, line 4 is damaged"),
         (lambda run: (run / "report.html").write_text("mine"), "exists and is no report; it is not overwritten"),
         (lambda run: (run / "report.html").mkdir(), "cannot be written: Is a directory. Give another place"),
     ],
     ids=[
         "no folder",
         "no run",
-        "no start",
         "no metrics",
         "empty",
         "half a line",
-        "damaged",
         "not a report",
         "a folder",
     ],
@@ -378,6 +374,27 @@ def test_what_cannot_be_reported_ends_with_2(
     assert expected in captured.err
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda run: (run / "env.json").write_text(""), "env.json is damaged, or cannot be read"),
+        (lambda run: (run / "env.json").write_text("[]"), "env.json is damaged (it is no list of starts)"),
+        (lambda run: (run / "env.json").unlink(), "env.json is missing"),
+        (damage, "metrics.jsonl, line 4 is damaged and left out"),
+        (lambda run: (run / "config.toml").write_text("[run"), "config.toml cannot be read"),
+        (lambda run: (run / "trace.json").write_text("{"), "trace.json is left out"),
+    ],
+)
+def test_a_damaged_record_is_named_and_the_others_are_shown(
+    run: Path, change: Callable[[Path], object], expected: str
+) -> None:
+    """Behaviour 54: no damaged record keeps anybody from the others."""
+    change(run)
+    page, _ = page_of(run)
+    assert expected in page.text
+    assert page.row("The curves in numbers", "loss: training")
 
 
 def test_words_and_places(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

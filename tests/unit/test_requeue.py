@@ -49,7 +49,7 @@ def test_auto_takes_the_newest_with_a_checkpoint(config: RunConfig, tmp_path: Pa
     assert folder is None and "starting from the beginning" in why
     make_run(tmp_path, "digits", step=30)
     second = make_run(tmp_path, "digits-10", step=1)
-    make_run(tmp_path, "digits-11")
+    (make_run(tmp_path, "digits-11") / "checkpoints/step_00000002_best").mkdir()  # the user's
     assert choose_resume(config, auto, {})[0] == second
 
 
@@ -61,10 +61,19 @@ def test_run_folders_are_those_of_the_name_newest_first(tmp_path: Path) -> None:
     assert list(run_folders(tmp_path / "none", "a")) == []
 
 
-def test_a_folder_that_cannot_be_read_is_no_jobs(config: RunConfig, tmp_path: Path) -> None:
-    folder = make_run(tmp_path, "digits", "7", 10)
-    (folder / "env.json").write_text("[{")
-    assert choose_resume(config, None, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"})[0] is None
+@pytest.mark.parametrize("damage", ["", "[{", "{}", "[]", "[7]", None])
+def test_a_lost_record_does_not_let_a_job_begin_anew(config: RunConfig, tmp_path: Path, damage: str | None) -> None:
+    """Behaviour 54: what may be this job's is continued, unless something that is for certain is there."""
+    environment = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
+    folder = make_run(tmp_path, "digits-2", "7", 10)
+    make_run(tmp_path, "digits-3", "8", 10)
+    if damage is None:
+        (folder / "env.json").unlink()
+    else:
+        (folder / "env.json").write_text(damage)
+    assert choose_resume(config, None, environment)[0] == folder
+    own = make_run(tmp_path, "digits", "7", 5)
+    assert choose_resume(config, None, environment)[0] == own
 
 
 @pytest.mark.parametrize(

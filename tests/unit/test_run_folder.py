@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 import mpidp
+from mpidp.cli import COMMANDS, main
 from mpidp.config import DataSection, ModelSection, RunConfig, RunSection, load
 from mpidp.errors import CheckpointError, MpidpError
+from mpidp.tools.submit import next_folder
 from mpidp.train.records.run_folder import RunFolder, _make_new
+from mpidp.train.requeue import AUTO, choose_resume
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +75,8 @@ def test_reopening_adds_a_start_and_changes_nothing_else(tmp_path: Path, world: 
     first = create(config_in(tmp_path), world)
     config = (first.path / "config.toml").read_bytes()
     log = (first.logs / "rank_0000.log").read_text()
-    again = RunFolder.reopen(first.path, world)
+    again = RunFolder.hold(first.path, world)
+    again.begin(world)
     again.close()
     assert again.path == first.path
     assert (first.path / "config.toml").read_bytes() == config
@@ -86,7 +90,7 @@ def test_what_is_no_run_folder_is_not_reopened(tmp_path: Path, world: mpidp.Worl
     if there:
         path.mkdir()
     with pytest.raises(CheckpointError, match=r"else: no run folder there"):
-        RunFolder.reopen(path, world)
+        RunFolder.hold(path, world)
     assert path.exists() == there
     assert not there or not list(path.iterdir()), "nothing half-written"
 
@@ -95,3 +99,26 @@ def test_a_place_where_no_folder_can_be_made_is_named(tmp_path: Path, world: mpi
     (tmp_path / "file").write_text("")
     with pytest.raises(MpidpError, match=r"run\.folder.*file"):
         RunFolder.create(config_in(tmp_path / "file" / "runs"), world)
+
+
+def test_the_home_folder(tmp_path: Path, world: mpidp.World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = create(config_in(Path("~/runs")), world)
+    assert folder.path == tmp_path / "runs" / "r"
+    assert choose_resume(config_in(Path("~/runs")), AUTO, {})[0] is None
+    (folder.checkpoints / "step_00000001").mkdir()
+    assert choose_resume(config_in(Path("~/runs")), AUTO, {})[0] == folder.path
+    assert next_folder(config_in(Path("~/runs"))) == tmp_path / "runs" / "r-2"
+
+
+@pytest.mark.parametrize("word", ["~/runs/r", "~/runs", "~"])
+def test_commands_know_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the shell has left it, as it does behind an equals sign and in quotes."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    seen: list[list[str]] = []
+    monkeypatch.setitem(COMMANDS, "status", lambda words: seen.append(words) or 0)
+    home = word.replace("~", str(tmp_path))
+    assert main(["status", word, f"--output={word}", "--lr=1e-3", f"a{word}", "~no-such-user/x", "-h"]) == 0
+    assert seen == [[home, f"--output={home}", "--lr=1e-3", f"a{word}", "~no-such-user/x", "-h"]]

@@ -75,9 +75,25 @@ def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     assert "runs holds no runs" in capsys.readouterr().err
     assert main(["status", "a", "b"]) == 2
     (tmp_path / "run").mkdir()
-    (tmp_path / "run/env.json").write_text("[")
-    with pytest.raises(ConfigError, match="not the folder of a run"):
+    with pytest.raises(ConfigError, match="run holds no runs"):
         status(tmp_path / "run")
+
+
+@pytest.mark.parametrize("damage", ["", "[", "{}", "[]", "[7]", None])
+def test_a_damaged_record_is_named(tmp_path: Path, damage: str | None) -> None:
+    """Behaviour 54: of that run, and the others are shown as ever."""
+    make_run(tmp_path / "sound")
+    run = make_run(tmp_path / "run")
+    if damage is None:
+        (run / "env.json").unlink()
+    else:
+        (run / "env.json").write_text(damage)
+    for text in (status(run), status(tmp_path)):
+        assert f"{run / 'env.json'} is " in text
+        assert "30" in text and "step_00000020" in text
+    assert "of 100" in status(tmp_path)
+    (run / "metrics.jsonl").write_text('{"kind": "train", "step": "x"}\n[]\n\x00\x00')
+    assert "step:       -" in status(run)
 
 
 def test_a_login_node_needs_neither_torch_nor_mpi(tmp_path: Path) -> None:

@@ -64,9 +64,10 @@ def test_records_and_folders_are_brought_to_the_disk(run: Run, tmp_path: Path, m
     monkeypatch.setattr(os, "fsync", lambda number: flushed.append(Path(os.readlink(f"/proc/self/fd/{number}"))))
     folder = run()
     assert {folder.parent, tmp_path} <= set(flushed)
-    # Once for each of the two checkpoints; their folder after each of these.
+    # Once for each of the two checkpoints; their folder after each of these, and after each record.
     assert [flushed.count(folder / name) for name in ("metrics.jsonl", "config.toml")] == [2, 2]
-    assert flushed.count(folder) == 4
+    assert flushed.count(folder) >= 4
+    assert {folder / "env.json.new", folder / "config.toml.new", folder / "reducer.json.new"} <= set(flushed)
 
 
 def test_a_second_run_repeats_the_first_and_leaves_it_alone(run: Run) -> None:

@@ -28,6 +28,7 @@ class StoredFile:
     nothing is chunked. `sizes` are the bytes of this file and of those that its external links lead to, by
     path. For each field, `storages` says where its bytes lie; where they can only be read by HDF5 itself that
     is None, and `slow` says why. `packings`: how values of fields that are unpacked are packed in this file.
+    `digests` are of some values of each field (see `fingerprint.py`).
     """
 
     path: str
@@ -38,6 +39,7 @@ class StoredFile:
     storages: tuple[Storage | None, ...]
     slow: tuple[str, ...]
     packings: tuple[Packing | None, ...]
+    digests: tuple[str, ...] = ()
 
     def moved(self, places: Mapping[str, str]) -> "StoredFile":
         """Return the same file, copied; `places` has the path of each copy by that of its source.

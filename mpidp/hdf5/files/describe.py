@@ -16,6 +16,7 @@ from mpidp.hdf5.decode.storage import Storage
 from mpidp.hdf5.files.damage import damage_told
 from mpidp.hdf5.files.dataset import DataSet, StoredFile
 from mpidp.hdf5.files.file import inspect, open_file
+from mpidp.hdf5.files.fingerprint import digest
 from mpidp.hdf5.files.found import FoundDataset
 from mpidp.hdf5.files.locate import locate
 
@@ -33,7 +34,7 @@ _MOST_RANGES = 2**20
 def absolute_paths(paths: Paths) -> tuple[str, ...]:
     """Return absolute paths, "~" expanded."""
     given = [paths] if isinstance(paths, str | Path) else paths
-    return tuple(str(Path(path).expanduser().absolute()) for path in given)
+    return tuple(str(Path(os.path.expanduser(path)).absolute()) for path in given)
 
 
 def describe(paths: Paths, fields: Fields, allow_holes: bool = False) -> DataSet:
@@ -73,9 +74,14 @@ def check_present(dataset: DataSet) -> None:
 def _distinct(paths: tuple[str, ...]) -> tuple[str, ...]:
     if not paths:
         raise DataError("no file was given; give the path of at least one HDF5 file")
-    if len(set(paths)) < len(paths):
-        twice = next(path for path in paths if paths.count(path) > 1)
-        raise DataError(f"{twice}: given more than once, so its samples would come more than once; give it once")
+    found: dict[str, str] = {}
+    for path in paths:
+        other = found.setdefault(os.path.realpath(path), path)
+        if other is not path:
+            named = "" if other == path else f", also as {other}"
+            raise DataError(
+                f"{path}: given more than once{named}, so its samples would come more than once; give it once"
+            )
     return paths
 
 
@@ -88,6 +94,7 @@ def _describe_file(path: str, specs: Sequence[FieldSpec], allow_holes: bool) -> 
         located = [_located(file, each) for each in found]
         homes = [path, *(file[spec.dataset].file.filename for spec in specs)]
         fields = tuple(each.field(file) for each in found)
+        digests = tuple(digest(file[each.spec.dataset], each.axis) for each in found)
     stored = StoredFile(
         path=path,
         sizes={home: os.path.getsize(home) for home in homes},
@@ -97,6 +104,7 @@ def _describe_file(path: str, specs: Sequence[FieldSpec], allow_holes: bool) -> 
         storages=tuple(None if isinstance(place, str) else place for place in located),
         slow=tuple(place if isinstance(place, str) else "" for place in located),
         packings=tuple(each.packing for each in found),
+        digests=digests,
     )
     return stored, fields
 

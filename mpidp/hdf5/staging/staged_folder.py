@@ -18,7 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpidp.errors import DataError
+from mpidp.errors import DataError, RecordError
+from mpidp.world.record_file import read_json, write_json
 
 _MARK, _PART, _RECORD = "user-", "part-", "record.json"
 
@@ -67,9 +68,9 @@ class Place:
     def is_complete(self) -> bool:
         """Whether the copy is there, as it was published."""
         try:
-            record = json.loads((self.folder / _RECORD).read_text())
+            record = read_json(self.folder / _RECORD, dict)
             facts = self.file.stat()
-        except (FileNotFoundError, json.JSONDecodeError):
+        except (FileNotFoundError, RecordError):
             return False
         return bool(record == self._record(facts.st_mtime_ns) and facts.st_size == self.source.size_bytes)
 
@@ -82,9 +83,7 @@ class Place:
         self.file.parent.mkdir(exist_ok=True)
         part.chmod(0o400)
         part.replace(self.file)
-        written = self.folder / f"{_PART}record"
-        written.write_text(json.dumps(self._record(self.file.stat().st_mtime_ns)))
-        written.replace(self.folder / _RECORD)
+        write_json(self.folder / _RECORD, self._record(self.file.stat().st_mtime_ns))
 
     def _record(self, staged_mtime_ns: int) -> dict[str, str | int]:
         source = self.source

@@ -6,8 +6,8 @@ from mpidp.errors import CheckpointError
 from mpidp.printable import listed
 from mpidp.tools.table import size_text, table
 from mpidp.train.checkpoints import manifest as manifests
-from mpidp.train.checkpoints.checkpoint import newest, newest_first
-from mpidp.train.checkpoints.publish import LATEST, PARTIAL
+from mpidp.train.checkpoints.checkpoint import is_checkpoint, newest, newest_first
+from mpidp.train.checkpoints.publish import ASIDE, LATEST, PARTIAL
 
 
 def list_checkpoints(place: Path) -> str:
@@ -21,6 +21,8 @@ def list_checkpoints(place: Path) -> str:
     lines = [f"{paths[0].parent}: {len(paths)} checkpoint{'' if len(paths) == 1 else 's'}"]
     lines.append(table(("name", "saved", "ranks", "files", "size", "state"), rows))
     lines += [f"{path.name} was not finished" for path in sorted(paths[0].parent.glob(f"{PARTIAL}*"))]
+    aside = sorted(paths[0].parent.glob(f"step_*{ASIDE}*"))
+    lines += [f"{path.name} was passed over and kept; remove it when nobody wants it" for path in aside]
     return "\n".join(lines)
 
 
@@ -47,7 +49,7 @@ def find(place: Path) -> list[Path]:
     """
     if place.name == LATEST or place.is_symlink():
         place = place.resolve()
-    if place.name.startswith("step_") and place.is_dir():
+    if is_checkpoint(place) or (place / manifests.NAME).is_file():  # a copy, too, if it is asked for by its name
         return [place]
     for folder in (place / "checkpoints", place):
         found = newest_first(folder)

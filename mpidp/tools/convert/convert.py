@@ -127,7 +127,7 @@ def _encode_task(source: Source, plan: Plan, task: Task) -> list[EncodedChunk]:
 
 
 def _checked_target(target: str, overwrite: bool) -> str:
-    path = str(Path(target).expanduser().absolute())
+    path = str(Path(os.path.expanduser(target)).absolute())
     if os.path.isdir(path):
         raise ConfigError(f"{target}: this is a folder; give the name of the HDF5 file to write")
     folder = os.path.dirname(path)

@@ -120,7 +120,7 @@ def events(run: Run) -> list[Event]:
 
 
 def gaps(run: Run) -> list[str]:
-    """A sentence for each quantity that was not finite, and for a line that was half written."""
+    """A sentence for each quantity that was not finite, and for each record that is damaged."""
     said = []
     for kind in ("train", "validation"):
         for key in ("loss", "accuracy", "lr", "samples_per_s"):
@@ -131,8 +131,7 @@ def gaps(run: Run) -> list[str]:
                     f"{run.label}: {key} of {len(steps):,} of {len(records):,} records of kind {kind} was not finite "
                     f"(NaN or infinite), first at step {steps[0]:,}; the curve has gaps there."
                 )
-    if run.is_cut:
-        said.append(f"{run.label}: the last line of metrics.jsonl is only half written, and left out.")
+    said += [f"{run.label}: {text}." for text in run.damaged]
     if run.trace is not None and run.trace.fault:
         said.append(f"{run.label}: trace.json is left out: {run.trace.fault}.")
     return said

@@ -46,9 +46,9 @@ class Run:
         path: the folder.
         label: what the run is called in the report, unlike the others.
         config_text: the effective configuration, TOML.
-        starts: the entries of `env.json`.
+        starts: the entries of `env.json`; one that says nothing where it is damaged.
         records: of `metrics.jsonl`, in order, by kind; at least one of kind `train`.
-        is_cut: whether a half-written last line was left out.
+        damaged: what is wrong with each record, or line of one, that is left out.
         checkpoints: name, and manifest or what is wrong with it; oldest first.
         trace: what `trace.json` says of the ranks' time; None without one.
         silent_s: seconds since the last sign of life.
@@ -59,7 +59,7 @@ class Run:
     config_text: str
     starts: list[dict[str, Any]]
     records: dict[str, list[Record]]
-    is_cut: bool
+    damaged: list[str]
     checkpoints: list[tuple[str, Manifest | str]]
     trace: Trace | None
     silent_s: float
@@ -108,32 +108,33 @@ def read(path: Path, label: str) -> Run:
     """
     if not path.is_dir():
         raise ConfigError(f"{path}: there is no such folder. Give the folder of a run, for example runs/digits.")
-    starts = read_starts(path)
+    starts, damaged = read_starts(path)
     metrics = path / "metrics.jsonl"
-    records, is_cut = read_records(metrics)
+    records, left_out = read_records(metrics)
     if "train" not in records:
         raise ConfigError(
             f"{metrics} holds no record of training yet; there is nothing to report. One is written every "
             f"log.every_steps steps and at the end of an epoch."
         )
+    config_text, faults = _read_config(path / "config.toml")
     return Run(
         path=path,
         label=label,
-        config_text=(path / "config.toml").read_text(encoding="utf-8"),
-        starts=starts,
+        config_text=config_text,
+        starts=starts or [{}],
         records=records,
-        is_cut=is_cut,
+        damaged=[*damaged, *left_out, *faults],
         checkpoints=[(found.name, _manifest(found)) for found in reversed(newest_first(path / "checkpoints"))],
         trace=read_trace(path / "trace.json"),
         silent_s=silent_s(path),
     )
 
 
-def read_records(path: Path) -> tuple[dict[str, list[Record]], bool]:
-    """Records by kind, those of all kinds as `all`, and whether a half-written last line was left out.
+def read_records(path: Path) -> tuple[dict[str, list[Record]], list[str]]:
+    """Records by kind, those of all kinds as `all`, and what is said of lines that were left out.
 
     Raises:
-        ConfigError: the file cannot be read, or a whole line is no record.
+        ConfigError: the file cannot be read.
     """
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -141,13 +142,29 @@ def read_records(path: Path) -> tuple[dict[str, list[Record]], bool]:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): this run has not recorded anything.") from error
     *lines, rest = text.split("\n")
     records: dict[str, list[Record]] = {"all": []}
+    damaged = []
     for number, line in enumerate(lines, start=1):
         record = _record(line)
         if record is None:
-            raise ConfigError(f"{path}, line {number} is damaged: no record with a kind and a step: {line[:80]!r}")
+            damaged.append(number)
+            continue
         records["all"].append(record)
         records.setdefault(record["kind"], []).append(record)
-    return records, bool(rest)
+    said = ["the last line of metrics.jsonl is only half written, and left out"] if rest else []
+    if damaged:
+        what = f"line {damaged[0]}" if len(damaged) == 1 else f"{len(damaged)} lines, the first one {damaged[0]},"
+        said.append(f"metrics.jsonl, {what} is damaged and left out: no record with a kind and a step")
+    return records, said
+
+
+def _read_config(path: Path) -> tuple[str, list[str]]:
+    """The text of the configuration, "" where it cannot be read; and what is wrong with it."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        return "", [f"config.toml cannot be read ({error})"]
+    return text, []
 
 
 def _record(line: str) -> Record | None:

@@ -10,6 +10,7 @@ All are what `torch.load(weights_only=True)` reads. Only loading needs torch.
 """
 
 import pickle
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -24,11 +25,18 @@ if TYPE_CHECKING:
 
 STATE = "state.pt"
 _PREFIX = "step_"
+# As `folder_name` writes it. Whatever has another name, such as a copy, is the user's.
+_NAME = re.compile(rf"{_PREFIX}([0-9]{{8}}|[1-9][0-9]{{8,}})")
 
 
 def folder_name(step: int) -> str:
     """Name of the checkpoint of a step."""
     return f"{_PREFIX}{step:08d}"
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether this is a folder with just the name of a checkpoint, whole or not."""
+    return _NAME.fullmatch(path.name) is not None and path.is_dir()
 
 
 def part_name(rank: int) -> str:
@@ -43,7 +51,7 @@ def by_step(path: Path) -> tuple[int, str]:
 
 def newest_first(folder: Path) -> list[Path]:
     """All checkpoints in a run's `checkpoints` folder, whole or not."""
-    return sorted(folder.glob(f"{_PREFIX}*"), key=by_step, reverse=True)
+    return sorted(filter(is_checkpoint, folder.glob(f"{_PREFIX}*")), key=by_step, reverse=True)
 
 
 def newest(folder: Path) -> tuple[Path, list[str]]:

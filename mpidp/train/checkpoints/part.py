@@ -7,8 +7,8 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
-from mpidp.train.checkpoints.disk import as_checkpoint_error
 from mpidp.train.checkpoints.manifest import ALGORITHM, File
+from mpidp.train.disk import as_checkpoint_error
 from mpidp.world.flush import flush_folder
 from mpidp.world.status import status
 

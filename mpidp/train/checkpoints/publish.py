@@ -4,21 +4,26 @@ Whatever moment the process dies at, what was complete before is complete afterw
 folder appears by a rename, and older ones go only when the new one is on the disk. One process calls it; no torch.
 """
 
+import itertools
 import logging
-import os
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from mpidp.errors import CheckpointError
 from mpidp.train.checkpoints import manifest as manifests
 from mpidp.train.checkpoints.checkpoint import by_step, newest_first
-from mpidp.train.checkpoints.disk import as_checkpoint_error
 from mpidp.train.checkpoints.manifest import File, Manifest
+from mpidp.train.disk import as_checkpoint_error
 from mpidp.world.flush import flush_file, flush_folder
+from mpidp.world.process import SILENT_S, Process
+from mpidp.world.record_file import write_text
 from mpidp.world.status import status
 
 PARTIAL, REMOVED, LATEST = ".partial-", ".removed-", "latest"
+ASIDE = ".aside"  # behind the name of what was passed over: no save counts or removes it
+OWNED_BY = "@"  # in the name of a partial folder, before the process that publishes it
 _NEW_LATEST = ".latest"
 
 log = logging.getLogger("mpidp.rank")
@@ -71,19 +76,15 @@ def publish(partial: Path, final: Path, manifest: Manifest) -> None:
         OSError: the file system refuses.
     """
     _check_visible(partial, manifest)
-    with open(partial / manifests.NAME, "w", encoding="utf-8") as file:
-        file.write(manifest.text())
-        file.flush()
-        os.fsync(file.fileno())
-    flush_folder(partial)
-    if final.exists():  # an earlier attempt at the same step, passed over by a resume from an older one
-        _remove(final)
+    write_text(partial / manifests.NAME, manifest.text())
+    if final.is_dir():  # an earlier attempt at the same step, passed over by a resume from an older one
+        set_aside(final)
     partial.rename(final)
     flush_folder(final.parent)
 
 
 def tidy(final: Path, keep: int) -> None:
-    """Points `latest` to a new checkpoint, and removes all but the newest `keep`, those of later steps, and remains.
+    """Points `latest` to a new checkpoint, sets those of later steps aside, and removes all but the newest `keep`.
 
     Args:
         final: the checkpoint that was just published.
@@ -124,7 +125,7 @@ def _point_to(final: Path) -> None:
     link.symlink_to(final.name)
     latest = final.parent / LATEST
     if latest.is_dir() and not latest.is_symlink():  # the run folder was copied by something that follows links
-        shutil.rmtree(latest)
+        set_aside(latest)
     link.replace(latest)
     flush_folder(final.parent)
 
@@ -132,17 +133,41 @@ def _point_to(final: Path) -> None:
 def _prune(final: Path, keep: int) -> None:
     folder = final.parent
     others = [path for path in newest_first(folder) if path != final]
-    # One of a later step was passed over as unusable when the run was resumed before it: it must not count as kept.
+    # One of a later step was passed over when the run was resumed before it: it must not be taken for this run's.
     newer = [path for path in others if by_step(path) > by_step(final)]
-    older = others[len(newer) :]
-    for path in [*newer, *older[keep - 1 :]]:
+    for path in newer:
+        set_aside(path)
+    for path in others[len(newer) :][keep - 1 :]:
         _remove(path)
-    for left_by_a_crash in [*folder.glob(f"{PARTIAL}*"), *folder.glob(f"{REMOVED}*")]:
-        shutil.rmtree(left_by_a_crash)
+    for left_by_a_crash in [*folder.glob(f"{PARTIAL}step_*"), *folder.glob(f"{REMOVED}step_*")]:
+        if left_by_a_crash.is_dir() and not _is_in_use(left_by_a_crash):
+            shutil.rmtree(left_by_a_crash)
+
+
+def set_aside(path: Path) -> None:
+    """Gives what is in the way another name, under which nothing looks at it any more, and says so in the log."""
+    names = (
+        path.with_name(f"{path.name}{ASIDE}{'' if number == 1 else f'-{number}'}") for number in itertools.count(1)
+    )
+    aside = next(name for name in names if not name.exists())
+    path.rename(aside)
+    log.warning("%s is in the way of what this run saves; it is kept as %s", path, aside.name)
+
+
+def _is_in_use(partial: Path) -> bool:
+    """Whether the job that writes an unfinished checkpoint lives, as far as can be seen from here."""
+    owner = Process.parse(partial.name.partition(OWNED_BY)[2])
+    if owner is None or owner == Process.this():
+        return False
+    running = owner.is_running()
+    return time.time() - partial.stat().st_mtime < SILENT_S if running is None else running
 
 
 def _remove(path: Path) -> None:
     """Takes a checkpoint out of the list at once, and then away: half of one must not be taken for a damaged one."""
+    if path.is_symlink():  # of somebody who keeps it elsewhere
+        path.unlink()
+        return
     aside = path.with_name(f"{REMOVED}{path.name}")
     if aside.exists():
         shutil.rmtree(aside)

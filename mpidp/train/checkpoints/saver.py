@@ -18,15 +18,16 @@ from typing import Any
 from mpidp.errors import CheckpointError
 from mpidp.train.checkpoints import manifest as manifests
 from mpidp.train.checkpoints.checkpoint import STATE, folder_name, part_name
-from mpidp.train.checkpoints.disk import as_checkpoint_error
 from mpidp.train.checkpoints.manifest import File, Manifest
 from mpidp.train.checkpoints.part import write_parts
-from mpidp.train.checkpoints.publish import PARTIAL, complete, discard
+from mpidp.train.checkpoints.publish import OWNED_BY, PARTIAL, complete, discard
 from mpidp.train.checkpoints.snapshot import Snapshot
+from mpidp.train.disk import as_checkpoint_error
 from mpidp.world import tolerance
 from mpidp.world.abort import SHARED_MARK
 from mpidp.world.agreement import DelayedMaximum
 from mpidp.world.mpi import MPI
+from mpidp.world.process import Process
 from mpidp.world.scalar import reduced
 from mpidp.world.shared_error import share_error
 from mpidp.world.world import World
@@ -97,7 +98,7 @@ class Saver:
         self.relies_on = tuple(relies_on)
         self.failure: CheckpointError | None = None
         # Ranks that still write for a run that is long dead must not find the folder of this one.
-        self._token: str = world.broadcast(secrets.token_hex(4))
+        self._token: str = world.broadcast(_new_token())
         self._number = 0  # of questions asked and answered: two for each checkpoint
         self._current: _Save | None = None
         self._agreement = DelayedMaximum(world.comm)
@@ -121,7 +122,7 @@ class Saver:
             self.finish()
         start = time.perf_counter()
         self._number += 1
-        place = self.folder / f"{PARTIAL}{folder_name(step)}-{self._token}-{self._number}"
+        place = self.folder / f"{PARTIAL}{folder_name(step)}-{self._number}-{self._token}"
         try:
             parts = {part_name(self.world.rank): own()}
             if self.world.rank == 0:
@@ -200,7 +201,7 @@ class Saver:
                 discard(partial)
         self._current = None
         self._number = 0
-        self._token = self.world.broadcast(secrets.token_hex(4))
+        self._token = self.world.broadcast(_new_token())
         self._agreement = DelayedMaximum(self.world.comm)
         return -1 if is_there else step
 
@@ -274,6 +275,11 @@ class Saver:
         self.newest = self.folder / folder_name(save.step)
         elapsed_s = time.perf_counter() - save.start
         log.info("wrote %s; training waited %.3f s, the whole took %.3f s", self.newest, save.stalled_s, elapsed_s)
+
+
+def _new_token() -> str:
+    """What no other saver has, and the process that it is of."""
+    return f"{secrets.token_hex(4)}{OWNED_BY}{Process.this()}"
 
 
 def _done() -> "Future[Files]":

@@ -4,17 +4,21 @@ The way of reducing decides in which order numbers are added. A resumed run take
 it continues bit for bit, and does not measure again.
 """
 
-import json
+import logging
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from mpidp.config import ReduceSection
+from mpidp.errors import RecordError
+from mpidp.reduce.reducer import REDUCERS
 from mpidp.train.parallel.parallel import DataParallel
+from mpidp.world.record_file import read_json, write_json
 from mpidp.world.world import World
 
 FILE = "reducer.json"
+log = logging.getLogger("mpidp")
 _OVERLAP = {"auto": None, "on": True, "off": False}
 
 
@@ -58,12 +62,28 @@ def remember(model: DataParallel, run_folder: Path) -> None:
         "overlap": model.overlap,
         "reason": model.choice.reason,
     }
-    (run_folder / FILE).write_text(json.dumps(facts, indent=2) + "\n")
+    try:
+        write_json(run_folder / FILE, facts)
+    except OSError as error:  # no run ends for that: the next start measures again
+        log.warning("cannot write down how gradients are reduced: %s", error)
 
 
 def _read(path: Path, world: World) -> dict[str, Any] | None:
-    if not path.exists():
+    try:
+        facts = read_json(path, dict)
+    except FileNotFoundError:
         return None
-    facts: dict[str, Any] = json.loads(path.read_text())
+    except RecordError as error:
+        log.warning("%s: the way of reducing is chosen anew, and may round otherwise than before", error)
+        return None
     here = (world.size, world.num_nodes, world.device.type, world.cuda_aware.aware)
-    return facts if (facts["ranks"], facts["nodes"], facts["device"], facts["cuda_aware"]) == here else None
+    if tuple(facts.get(key) for key in ("ranks", "nodes", "device", "cuda_aware")) != here:
+        return None
+    if (
+        facts.get("reducer") in REDUCERS
+        and type(facts.get("piece_bytes")) is int
+        and type(facts.get("overlap")) is bool
+    ):
+        return facts
+    log.warning("%s is damaged: the way of reducing is chosen anew, and may round otherwise than before", path)
+    return None

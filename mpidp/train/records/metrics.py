@@ -44,22 +44,34 @@ class MetricsFile:
     """One JSON object a line, appended by rank 0."""
 
     def __init__(self, path: Path, start_bytes: int = 0):
-        """Opens the file; what a dead run wrote after its last checkpoint, beyond `start_bytes`, is cut off."""
-        self._file = open(path, "a")  # noqa: SIM115  (lives as long as the run)
-        if path.stat().st_size > start_bytes:
-            os.truncate(path, start_bytes)
+        """Opens the file; what a dead run wrote after its last checkpoint, beyond `start_bytes`, is cut off.
+
+        A file that has lost its end since is gone on with after its last whole line.
+        """
+        self._path = path
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115  (lives as long as the run)
+        if self.num_bytes != start_bytes:
+            os.truncate(path, start_bytes if self.num_bytes > start_bytes else whole_lines(path))
 
     def write(self, record: dict[str, Any]) -> None:
         """Appends a record and hands it to the system at once, so that a reader sees whole lines.
 
         JSON has no word for a number that is not finite; it becomes null.
+
+        Raises:
+            OSError: the file system refuses; names the file, which is as it was.
         """
         finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in record.items()
         }
-        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
-        self._file.flush()
+        left, start_bytes = (json.dumps(finite, allow_nan=False) + "\n").encode(), self.num_bytes
+        try:
+            while left:  # a disk that is nearly full takes a part
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            os.truncate(self._path, start_bytes)
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     @property
     def num_bytes(self) -> int:

@@ -1,15 +1,19 @@
 """Losses and seconds of the steps in, records in `metrics.jsonl` and lines on the console out."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mpidp.errors import CheckpointError
+from mpidp.train.disk import as_checkpoint_error
 from mpidp.train.records.metrics import MetricsFile, Tally, memory_bytes, whole_lines
 from mpidp.train.records.progress import Progress
 from mpidp.train.records.stopwatch import Stopwatch
 from mpidp.world.recovery import Loss
+from mpidp.world.shared_error import share_error
 from mpidp.world.world import World
 
 
@@ -21,12 +25,26 @@ class Recorder:
         progress: the console.
         file: where records go; None on all ranks but 0.
         step: optimizer steps done before this start.
+        on_failure: when a file of the run cannot be written: "stop" raises it on all ranks, "warn" says it once.
+        failure: asked for another file of this rank's that could not be written, its log.
     """
 
-    def __init__(self, world: World, progress: Progress, file: MetricsFile | None, step: int):
+    def __init__(
+        self,
+        world: World,
+        progress: Progress,
+        file: MetricsFile | None,
+        step: int,
+        *,
+        on_failure: str = "stop",
+        failure: Callable[[], Exception | None] = lambda: None,
+    ):
         self.world = world
         self.progress = progress
         self.file = file
+        self.on_failure = on_failure
+        self._failure = failure
+        self._has_failed, self._unsaid = False, list[Exception]()
         self.tally = Tally(world.device)
         self.stopwatch = Stopwatch()
         self.num_samples = 0  # over all ranks, since this start
@@ -40,7 +58,11 @@ class Recorder:
         self._start = (step, time.perf_counter(), dict(self.stopwatch.seconds))
 
     def record_training(self, step: int, epoch: int, optimizer: torch.optim.Optimizer) -> None:
-        """One record of the steps since the last one, if there are any. Collective."""
+        """One record of the steps since the last one, if there are any. Collective.
+
+        Raises:
+            CheckpointError: on all ranks, a file of the run cannot be written, and `on_failure` is "stop".
+        """
         first_step, start, seconds_before = self._start
         if step == first_step:
             return
@@ -61,16 +83,18 @@ class Recorder:
                 "memory_bytes": memory_bytes(self.world.device),
             }
         )
+        self._tell_failures()
         self.progress.update(step, f"epoch {epoch + 1}  loss {totals['loss']:.4f}  {rate:,.0f} samples/s")
         self.restart(step)
 
     def record_validation(self, step: int, epoch: int, tally: Tally) -> None:
-        """One record of an evaluation. Collective."""
+        """One record of an evaluation. Collective; raises as `record_training` does."""
         self.last_validation = tally.total(self.world)
         if epoch == self._last_epoch:
             return  # evaluated once more, as ranks were lost before all were through
         self._last_epoch = epoch
         self._write({"kind": "validation", "step": step, "epoch": epoch, **self.last_validation})
+        self._tell_failures()
 
     def record_loss(self, step: int, epoch: int, loss: Loss) -> None:
         """One record of ranks that died, once. Not collective."""
@@ -103,5 +127,27 @@ class Recorder:
             self.file.close()
 
     def _write(self, record: dict[str, Any]) -> None:
-        if self.file:
+        if self.file is None:
+            return
+        try:
             self.file.write(record)
+        except OSError as error:
+            if not self._has_failed:
+                self._unsaid.append(error)
+            self._has_failed = True
+
+    def _tell_failures(self) -> None:
+        """Raises, or says once, which file of the run could not be written. Collective."""
+        failure = self._failure()
+        if failure is not None:
+            self._unsaid.append(failure)
+        world, error = self.world, None
+        if self._unsaid:
+            error = as_checkpoint_error(self._unsaid[0], Path(getattr(self._unsaid[0], "filename", None) or ""))
+            self._unsaid.clear()
+        try:
+            share_error(world.comm, error, f"on rank {world.rank} of {world.size} ({world.host}), recording the run")
+        except CheckpointError as shared:
+            if self.on_failure == "stop":
+                raise
+            world.say(f"{shared} Training goes on, and what cannot be written is left out (checkpoint.on_failure).")

@@ -1,7 +1,7 @@
 """A run's name in, its folder out, with `config.toml`, `env.json`, `checkpoints/`, `logs/`. Never overwritten."""
 
+import contextlib
 import itertools
-import json
 import logging
 import os
 import platform
@@ -16,14 +16,42 @@ import torch
 import mpidp
 from mpidp.config import RunConfig, to_toml
 from mpidp.errors import CheckpointError, ConfigError
+from mpidp.train.disk import as_checkpoint_error
+from mpidp.train.records import starts
+from mpidp.train.records.owner import Owner
 from mpidp.train.records.secrets import without_secrets
 from mpidp.world.flush import flush_folder
 from mpidp.world.launch import launch_facts
 from mpidp.world.mpi import MPI
+from mpidp.world.record_file import write_text
 from mpidp.world.world import World
 
 log = logging.getLogger("mpidp.rank")
 job_log = logging.getLogger("mpidp")
+
+
+class RankLog(logging.FileHandler):
+    """A rank's log. What it cannot write is left out, and why is remembered once instead of printed for each line."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self.failure: Exception | None = None
+        self._path = str(path)
+        self._has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  (the name that logging gives it)
+        """Remembers the first failure; one of the caller's, such as a wrong format, is printed as ever."""
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._has_failed:
+            self._has_failed, self.failure = True, OSError(error.errno, error.strerror, self._path)
+
+    def close(self) -> None:
+        """Closes the file; lines that the disk has no room for are lost."""
+        with contextlib.suppress(OSError):
+            super().close()
 
 
 class RunFolder:
@@ -36,32 +64,60 @@ class RunFolder:
         self.trace = path / "trace.json"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
-        self._log_handler: logging.Handler | None = None
+        self._log_handler: RankLog | None = None
+        self._owner: Owner | None = None
 
     @classmethod
     def create(cls, config: RunConfig, world: World) -> "RunFolder":
         """A new folder `runs/<name>`, or `runs/<name>-2` and so on where that exists. Collective."""
-        folder = cls(world.from_root(lambda: _make_new(Path(config.run.folder), config.run.name)))
+        folder = cls(_as_all_find_it(world.from_root(lambda: _make_new(config.run.parent, config.run.name)), world))
+        folder._claim(world)
         with world.together("writing the run folder"):
             if world.rank == 0:
                 folder.checkpoints.mkdir()
                 folder.logs.mkdir()
-                folder.config.write_text(to_toml(config))
-        folder._describe(world)
+                write_text(folder.config, to_toml(config))
+        folder.begin(world)
         return folder
 
     @classmethod
-    def reopen(cls, path: Path, world: World) -> "RunFolder":
-        """The folder of a run to continue. Collective.
+    def hold(cls, path: Path, world: World) -> "RunFolder":
+        """The folder of a run to continue, which from now on is this job's; nothing in it is changed yet. Collective.
 
         Raises:
-            CheckpointError: there is no run folder.
+            CheckpointError: there is no run folder, or another job has it.
         """
-        folder = cls(path)
+        folder = cls(_as_all_find_it(path, world))
         with world.together("opening the run folder"):
             folder.check()
-        folder._describe(world)
+        folder._claim(world)
         return folder
+
+    def _claim(self, world: World) -> None:
+        with world.together("taking the run folder"):
+            if world.rank == 0:
+                try:
+                    self._owner = Owner(self.path, os.environ)
+                    self._owner.claim()
+                except OSError as error:
+                    raise as_checkpoint_error(error, self.path) from error
+
+    def check_owned(self, world: World) -> None:
+        """Raises CheckpointError on all ranks if another job has taken the folder meanwhile. Collective."""
+        with world.together("looking whose the run folder is"):
+            if self._owner is not None:
+                self._owner.check()
+
+    def take_over(self, world: World) -> None:
+        """Goes on when ranks died, perhaps the one that had the folder for this job. Not collective."""
+        if world.rank == 0 and self._owner is None:
+            self._owner = Owner(self.path, os.environ)
+            self._owner.take_over()
+
+    def release(self) -> None:
+        """Gives the folder back: another job may continue the run. Not collective."""
+        if self._owner is not None:
+            self._owner.release()
 
     def check(self) -> None:
         """Raises CheckpointError unless this is the folder of a run. Not collective."""
@@ -70,6 +126,13 @@ class RunFolder:
                 f"--resume {self.path}: no run folder there (no {self.checkpoints}). Give the folder that the first "
                 f"run printed, for example runs/digits."
             )
+
+    def take_log_failure(self) -> Exception | None:
+        """Why this rank's log could not be written, the first time that it is asked for; else None."""
+        if self._log_handler is None:
+            return None
+        failure, self._log_handler.failure = self._log_handler.failure, None
+        return failure
 
     def close(self) -> None:
         """Ends this rank's log: another run in this process has its own."""
@@ -80,31 +143,19 @@ class RunFolder:
 
     def note(self, world: World, **facts: Any) -> None:
         """Adds facts to this start's entry in `env.json`, for `mpidp status`. Rank 0 writes; not collective."""
-        if world.rank != 0:
-            return
-        path = self.path / "env.json"
-        try:
-            starts = json.loads(path.read_text())
-            starts[-1].update(facts)
-            written = path.with_suffix(".json.new")
-            written.write_text(json.dumps(starts, indent=2) + "\n")
-            written.replace(path)  # a reader never meets half of it
-        except OSError as error:  # no run is lost for a line in its description
-            log.warning("cannot note %s in %s: %s", facts, path, error)
+        if world.rank == 0:
+            starts.note(self.path, **facts)
 
-    def _describe(self, world: World) -> None:
+    def begin(self, world: World) -> None:
         """Adds this start to `env.json` and opens this rank's log. Collective."""
         hosts = world.comm.gather(world.host)
         with world.together("writing the run folder"):
             self.logs.mkdir(exist_ok=True)
-            self._log_handler = logging.FileHandler(self.logs / f"rank_{world.rank:04d}.log")
-            self._log_handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+            self._log_handler = RankLog(self.logs / f"rank_{world.rank:04d}.log")
             job_log.addHandler(self._log_handler)
             job_log.setLevel(logging.INFO)
             if world.rank == 0:
-                path = self.path / "env.json"
-                starts = json.loads(path.read_text()) if path.exists() else []
-                path.write_text(json.dumps([*starts, environment(world, hosts)], indent=2) + "\n")
+                starts.add(self.path, environment(world, hosts))
         log.info(
             "rank %d of %d on %s, device %s, pid %d",
             world.rank,
@@ -133,6 +184,12 @@ def environment(world: World, hosts: list[str] | None) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
     }
+
+
+def _as_all_find_it(path: Path, world: World) -> Path:
+    """The path as rank 0 means it, absolute if some rank stands in another folder. Collective."""
+    at_root = world.broadcast(os.getcwd())
+    return path if world.all(os.getcwd() == at_root) else Path(at_root) / path
 
 
 def _make_new(parent: Path, name: str) -> Path:

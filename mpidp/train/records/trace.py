@@ -51,7 +51,7 @@ class Trace:
     def __init__(self, world: World, path: str | os.PathLike[str], *, from_step: int = FROM_STEP, steps: int = STEPS):
         if from_step < 0 or steps < 0:
             raise ValueError(f"from_step={from_step}, steps={steps}: give numbers that are not negative")
-        self.world, self.path = world, Path(path)
+        self.world, self.path = world, Path(os.path.expanduser(path))
         self.from_step, self.steps = from_step, steps
         self._count = 0
         self._clock: Reading | None = None
@@ -134,9 +134,13 @@ class Trace:
 
     def _write_file(self, facts: dict[str, float], texts: Iterator[str]) -> None:
         written = self.path.with_name(f"{self.path.name}.new")
-        with open(written, "w") as file:
-            file.write(f'{{"displayTimeUnit":"ms","otherData":{json.dumps(facts)},"traceEvents":[\n')
-            for number, text in enumerate(texts):
-                file.write(f",\n{text}" if number else text)
-            file.write("\n]}\n")
-        written.replace(self.path)  # a reader never meets half of it
+        try:
+            with open(written, "w") as file:
+                file.write(f'{{"displayTimeUnit":"ms","otherData":{json.dumps(facts)},"traceEvents":[\n')
+                for number, text in enumerate(texts):
+                    file.write(f",\n{text}" if number else text)
+                file.write("\n]}\n")
+            written.replace(self.path)  # a reader never meets half of it
+        except OSError:
+            written.unlink(missing_ok=True)  # it would take what room there is
+            raise

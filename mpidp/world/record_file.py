@@ -1,0 +1,55 @@
+"""A small record in, a file that no reader ever meets half-written out; and back, damage named. No MPI, no torch."""
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mpidp.errors import RecordError
+from mpidp.world.flush import flush_folder
+
+T = TypeVar("T", dict[str, Any], list[Any])
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces a file, all at once; when it returns, the new text is on the disk. One process at a time.
+
+    Raises:
+        OSError: the file system refuses, and the former file stays; names `path`.
+    """
+    new = path.with_name(f"{path.name}.new")
+    try:
+        with open(new, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+        flush_folder(path.parent)
+    except OSError as error:
+        with suppress(OSError):
+            new.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def write_json(path: Path, content: dict[str, Any] | list[Any]) -> None:
+    """Replaces a file by JSON, as `write_text` does."""
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def read_json(path: Path, kind: type[T]) -> T:
+    """The content of a file, which is a `kind`: a dict or a list.
+
+    Raises:
+        FileNotFoundError: there is none.
+        RecordError: it cannot be read, or holds something else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise RecordError(f"{path} is damaged, or cannot be read ({error})") from error
+    if not isinstance(content, kind):
+        raise RecordError(f"{path} is damaged (it holds no JSON {'object' if kind is dict else 'list'})")
+    return content
