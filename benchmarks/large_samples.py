@@ -3,7 +3,7 @@
     python benchmarks/large_samples.py [--samples 64KiB,1MiB] [--filters raw,lz4] [--chunks 1,2,4] [--repeats 5]
 
 Writes a file at a time, of about 512 MiB, to the temporary folder. Loaders of both orders take turns, in one process
-with two threads each, the file in the page cache. Prints a line a file: medians, with the slowest and the fastest.
+with two threads each, the file in the page cache. Prints a line a file: medians, with the least and the most.
 """
 
 import argparse
@@ -73,8 +73,8 @@ def measure(path: Path, name: str, num_bytes: int, batch: int, repeats: int) -> 
                     column.append(value)
     default, full = found["auto"], found["full"]
     ratios = [[a / b for a, b in zip(default[place], full[place], strict=True)] for place in (1, 2)]
-    cells = [name, lines["auto"], *(text(column) for column in (default[1], default[2], full[1], full[2], *ratios))]
-    return "| " + " | ".join([*cells, text(default[0]), text(full[0])]) + " |"
+    columns = (*ratios, default[1], full[1], default[2], full[2], default[0], full[0])
+    return "| " + " | ".join([name, lines["auto"], *map(text, columns)]) + " |"
 
 
 def main() -> None:
@@ -86,9 +86,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     warnings.simplefilter("ignore")  # that a full shuffle decodes chunks again and again is what is measured
-    print(
-        "| sample, filter, rows of a chunk | default order | default GiB/s, first epoch | second | full, first | second"
-    )
+    header = "sample, filter, rows of a chunk|order chosen|ratio, first epoch|second|default GiB/s, first|full, first|"
+    header += "default, second|full, second|default ms to first batch|full"
+    print(f"|{header}|\n|{'---|' * header.count('|')}---|")
     for size in options.samples.split(","):
         sample_bytes = int(size[:-3]) * UNITS[size[-3:]]
         batch = 4 if sample_bytes > 2**24 else 8
