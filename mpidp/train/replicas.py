@@ -85,12 +85,11 @@ class ReplicaCheck:
         Raises:
             MismatchError: as `check` does.
         """
-        if self._equality is None:
-            return
-        for _ in range(2):
-            self._compare(self._equality)
-        self._equality.close()
-        self._equality = None
+        equality, self._equality = self._equality, None  # once, also where a rank dies meanwhile and others come again
+        if equality is not None:
+            for _ in range(2):
+                self._compare(equality)
+            equality.close()
 
     def rebuild(self) -> None:
         """Goes on after the world lost ranks. Collective."""
