@@ -126,6 +126,7 @@ def test_public_names() -> None:
         "FieldSpec",
         "HDF5Loader",
         "ShardedOptimizer",
+        "Shares",
         "StopSignal",
         "Survivors",
         "SyncBatchNorm",
@@ -134,6 +135,7 @@ def test_public_names() -> None:
         "__version__",
         "errors",
         "init",
+        "shares",
     }
     assert set(mpidp.__all__) == expected
     assert expected <= set(dir(mpidp))

@@ -347,7 +347,7 @@ def test_options_that_cannot_be(paths: list[Path], options: dict[str, Any], text
 def test_ranks_must_agree(paths: list[Path]) -> None:
     """Behaviour 33: both sides are named."""
     with pytest.raises(MismatchError, match=r"rank 1 made .*32.*rank 0 with .*'other'"):
-        make(paths, world=OneOf(1, 2, roots=("other",)))
+        make(paths, world=OneOf(1, 2, roots=(("other",), ())))
 
 
 def test_automatic_lanes_do_not_depend_on_size(paths: list[Path]) -> None:

@@ -10,6 +10,7 @@ from mpidp.world import signals
 
 def test_signals_are_noted_and_given_back() -> None:
     heard: list[int] = []
+    signals.unwatch()  # a command that another test ran in this process may watch still
     former = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
     try:
         signals.watch()

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidp.errors import DataError
+from mpidp.hdf5.files.damage import HDF5_ERRORS
 
 if TYPE_CHECKING:
     from mpidp.hdf5.files.dataset import DataSet
@@ -29,8 +30,15 @@ _DIGEST_BYTES = 16
 def digest(dataset: Any, axis: int) -> str:
     """Return a digest of some values of an open dataset: of its first, middle and last rows along `axis`.
 
-    It is "" where they cannot be read; whoever reads these rows names what is damaged.
+    It is "" where they cannot be read, or h5py has no type for them; whoever reads these rows names what is damaged.
     """
+    try:
+        return _digest(dataset, axis)
+    except HDF5_ERRORS:
+        return ""
+
+
+def _digest(dataset: Any, axis: int) -> str:
     counts = _window(dataset.shape, axis, dataset.dtype.itemsize)
     # A sample that is too large is cut in its middle: edges are often empty.
     window = [
@@ -40,10 +48,7 @@ def digest(dataset: Any, axis: int) -> str:
     found = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for start in sorted({0, last // 2, last}):
         window[axis] = slice(start, start + counts[axis])
-        try:
-            found.update(_bytes(np.asarray(dataset[tuple(window)])))
-        except (OSError, RuntimeError):
-            return ""
+        found.update(_bytes(np.asarray(dataset[tuple(window)])))
     return found.hexdigest()
 
 

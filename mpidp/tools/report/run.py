@@ -162,7 +162,7 @@ def _read_config(path: Path) -> tuple[str, list[str]]:
     try:
         text = path.read_text(encoding="utf-8")
         tomllib.loads(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return "", [f"config.toml cannot be read ({error})"]
     return text, []
 
