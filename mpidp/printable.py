@@ -36,7 +36,7 @@ def visible(text: str) -> str:
 def listed(names: Iterable[object], separator: str = ", ", most: int = 10) -> str:
     """The first names, and how many more there are."""
     texts = [str(name) for name in names]
-    more = f"{separator}and {len(texts) - most:,} more" if len(texts) > most else ""
+    more = f" and {len(texts) - most:,} more" if len(texts) > most else ""
     return separator.join(texts[:most]) + more
 
 

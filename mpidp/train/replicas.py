@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mpidp.errors import MismatchError
+from mpidp.printable import listed
 from mpidp.train.bits import Piece, cut, flat, sum_of_bits
 from mpidp.train.broadcast import broadcast_tensor
 from mpidp.train.signature import check_same
@@ -25,7 +26,6 @@ EVERY_STEPS = 100
 # Of less, all is compared more often than asked: calls cost more than bytes there.
 LEAST_PART_BYTES = 1 << 20
 SMALL_EVERY_STEPS = 10
-MOST_NAMED = 8
 CAUSES = (
     "Usual causes: a state that was loaded, or values that were set, on some ranks only; layers made after wrapping "
     "from another random seed on each rank; gradients or parameters that were changed by something that one rank "
@@ -187,19 +187,14 @@ def describe_past(diverged: Diverged, world: World) -> str:
 
 def _who(diverged: Diverged, world: World) -> str:
     hosts = world.comm.allgather(world.host)
-    return _some_of([f"{rank} ({hosts[rank]})" for rank in diverged.ranks])
-
-
-def _some_of(words: Sequence[str]) -> str:
-    more = f" and {len(words) - MOST_NAMED} more" if len(words) > MOST_NAMED else ""
-    return ", ".join(words[:MOST_NAMED]) + more
+    return listed([f"{rank} ({hosts[rank]})" for rank in diverged.ranks])
 
 
 def _names(pieces: list[Piece], tensors: dict[str, Tensor]) -> str:
     """What pieces are of, in words."""
     pointers = {piece.tensor.data_ptr() for piece in pieces}
     names = [name for name, tensor in tensors.items() if tensor.data_ptr() in pointers]
-    return f"one of {_some_of(names)}" if len(names) > 1 else _some_of(names)
+    return f"one of {listed(names)}" if len(names) > 1 else listed(names)
 
 
 def _first_difference(own: Tensor, theirs: Tensor) -> str:

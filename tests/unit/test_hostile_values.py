@@ -231,7 +231,7 @@ def test_what_is_printed_holds_no_escape_sequences(tmp_path: Path, capsys: pytes
 
 def test_lists_and_values_of_any_length_make_short_messages() -> None:
     assert listed(["a", "b"]) == "a, b" and listed([]) == ""
-    assert listed(range(1010)) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, and 1,000 more"
+    assert listed(range(1010)) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 1,000 more"
     assert shown("x" * 10**6).startswith("'xxx") and len(shown("x" * 10**6)) < 300
     assert shown(list(range(1000))) == "[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ...]"
 

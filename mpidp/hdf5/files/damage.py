@@ -1,6 +1,6 @@
 """Enters: whatever h5py raises over an object of a file. Leaves: one `DataError` in one short line that names both."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from mpidp.errors import DataError, MpidpError
@@ -8,14 +8,6 @@ from mpidp.errors import DataError, MpidpError
 # h5py raises all of these over damaged files: sizes that no array can have, names that are no text, types that
 # NumPy lacks, references that lead nowhere.
 HDF5_ERRORS = (ArithmeticError, LookupError, MemoryError, OSError, RuntimeError, SystemError, TypeError, ValueError)
-
-_MOST_LISTED = 10
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return at most ten names, and how many there are beside them."""
-    more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
-    return ", ".join(names[:_MOST_LISTED]) + more
 
 
 def damage_text(path: str, name: str, error: BaseException) -> str:

@@ -6,7 +6,6 @@ HDF5 fills in for a missing source of a virtual dataset without a word, so only 
 import math
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,12 +65,6 @@ def natural(name: str) -> list[tuple[int, str]]:
     """Return a key that sorts names as people count: sample_2 before sample_10."""
     parts = re.split(r"(\d+)", name)
     return [(int(part), part) if part.isdecimal() else (-1, part) for part in parts]
-
-
-def named(names: Sequence[str], most: int = 10) -> str:
-    """Return a list of names for a message: at most ten, and how many more there are."""
-    more = f" and {len(names) - most:,} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 class _Walk:

@@ -18,10 +18,11 @@ import numpy as np
 from mpidp.errors import DataError
 from mpidp.hdf5.decode.retry import error_number, retried
 from mpidp.hdf5.decode.unpack import Packing
-from mpidp.hdf5.files.damage import HDF5_ERRORS, damage_told, listed
+from mpidp.hdf5.files.damage import HDF5_ERRORS, damage_told
 from mpidp.hdf5.files.missing import check_links, no_dataset, other_object
 from mpidp.hdf5.files.netcdf import cf_attributes, is_dimension_only, small_attribute
 from mpidp.hdf5.files.types import stored_type
+from mpidp.printable import listed
 
 with suppress(ImportError):
     import hdf5plugin  # noqa: F401  # where installed, importing it makes its filters known to HDF5

@@ -12,9 +12,10 @@ from mpidp.errors import DataError
 from mpidp.hdf5.decode.convert import check_castable
 from mpidp.hdf5.decode.field import SUPPORTED, Field, FieldSpec
 from mpidp.hdf5.decode.unpack import Packing
-from mpidp.hdf5.files.damage import HDF5_ERRORS, damage_text, listed
+from mpidp.hdf5.files.damage import HDF5_ERRORS, damage_text
 from mpidp.hdf5.files.file import Facts
 from mpidp.hdf5.files.types import read_rows
+from mpidp.printable import listed
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from mpidp.hdf5.files.damage import HDF5_ERRORS, listed
+from mpidp.hdf5.files.damage import HDF5_ERRORS
+from mpidp.printable import listed
 
 _SPECIAL = {
     "string of variable length": h5py.check_string_dtype,

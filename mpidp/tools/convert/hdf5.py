@@ -8,11 +8,12 @@ import numpy.typing as npt
 
 from mpidp.errors import DataError
 from mpidp.hdf5.files.damage import HDF5_ERRORS, damage_told
-from mpidp.hdf5.files.dangling import Tree, identity, named, too_large, virtual_gaps, walk
+from mpidp.hdf5.files.dangling import Tree, identity, too_large, virtual_gaps, walk
 from mpidp.hdf5.files.file import Facts, inspect, open_file
 from mpidp.hdf5.files.raw import fill_bytes, raw_block
 from mpidp.hdf5.order.keyed import IntArray
 from mpidp.hdf5.write.copy import Template, is_fixed_size
+from mpidp.printable import listed
 from mpidp.tools.convert.source import Source, SourceField, Values
 from mpidp.tools.convert.stack import stack_of
 
@@ -63,7 +64,7 @@ class HDF5Source(Source):
             else:
                 whole.append(name)
         if whole:
-            self._remarks.append(f"copied as they are: {named(whole)}")
+            self._remarks.append(f"copied as they are: {listed(whole)}")
         self._remarks += [f"{name} is {what}, and stays one" for name, what in tree.sparse[:10]]
         self._fields = [self._field(name, types[name]) for name in self._datasets]
         if self._stack:
@@ -120,7 +121,7 @@ class HDF5Source(Source):
         if self._stack is None:
             for path, groups in tree.stacks.items():
                 self._remarks.append(
-                    f'"{path or "/"}" holds {len(groups):,} groups, {named(groups, 3)}; if each is a sample, '
+                    f'"{path or "/"}" holds {len(groups):,} groups, {listed(groups, most=3)}; if each is a sample, '
                     f"--stack-groups={path or '/'} makes one dataset for each field of them"
                 )
         here = [name for name in tree.datasets if not (skipped and name.startswith(skipped))]

@@ -9,10 +9,11 @@ import numpy.typing as npt
 
 from mpidp.errors import DataError
 from mpidp.hdf5.files.damage import HDF5_ERRORS
-from mpidp.hdf5.files.dangling import named, natural, walk
+from mpidp.hdf5.files.dangling import natural, walk
 from mpidp.hdf5.files.raw import raw_block
 from mpidp.hdf5.order.keyed import IntArray
 from mpidp.hdf5.write.copy import is_fixed_size
+from mpidp.printable import listed
 from mpidp.tools.convert.source import SourceField
 
 
@@ -74,9 +75,9 @@ def stack_of(file: Any, path: str, group_path: str) -> Stack:
     kept = {name: item for name, item in first.items() if item.shape is not None and is_fixed_size(item.id.get_type())}
     left = [f"{name} ({_type_name(item)})" for name, item in first.items() if name not in kept]
     attributes = sorted({name for each in groups for name in file[each].attrs})
-    remarks = [f"left out of each group, since its size varies: {named(left)}"] if left else []
+    remarks = [f"left out of each group, since its size varies: {listed(left)}"] if left else []
     if attributes:
-        remarks.append(f"left out attributes of the {len(groups):,} groups: {named(attributes)}")
+        remarks.append(f"left out attributes of the {len(groups):,} groups: {listed(attributes)}")
     members = {f"{base}/{name}".strip("/"): name for name in kept}
     return Stack(file, path, groups, members, {f"{base}/group_names".strip("/"): names}, tuple(remarks))
 

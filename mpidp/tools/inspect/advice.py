@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from mpidp.hdf5.files.dangling import named
 from mpidp.hdf5.files.listing import DatasetInfo
+from mpidp.printable import listed
 from mpidp.tools.convert.plan import default_chunk_rows
 from mpidp.tools.table import size_text
 
@@ -35,8 +35,8 @@ def advice(path: str, datasets: Sequence[DatasetInfo]) -> list[str]:
 def stack_advice(path: str, stacks: Mapping[str, Sequence[str]]) -> list[str]:
     """Return what to do about groups that hold a group for each sample."""
     return [
-        f'"{base or "/"}" holds {len(names):,} groups, {named(names, 3)}; the loader needs one dataset for each field: '
-        f"{_command(path)} --stack-groups={shlex.quote(base or '/')}"
+        f'"{base or "/"}" holds {len(names):,} groups, {listed(names, most=3)}; the loader needs one dataset for each '
+        f"field: {_command(path)} --stack-groups={shlex.quote(base or '/')}"
         for base, names in stacks.items()
     ]
 
@@ -96,7 +96,7 @@ def _of_heights(path: str, datasets: Sequence[DatasetInfo]) -> Iterator[str]:
             by_rows[dataset.facts.shape[0]].append((dataset.name, dataset.facts.chunks[0]))
     for members in by_rows.values():
         if len({height for _, height in members}) > 1:
-            found = named([f"{name} {height}" for name, height in members])
+            found = listed([f"{name} {height}" for name, height in members])
             yield f"chunks differ in their rows ({found}), and are best equal where read together: {_command(path)}"
 
 

@@ -7,10 +7,10 @@ import warnings
 from collections import defaultdict
 
 from mpidp.errors import DataError
-from mpidp.hdf5.files.dangling import named
 from mpidp.hdf5.files.dataset import DataSet
 from mpidp.hdf5.files.describe import absolute_paths, describe
 from mpidp.hdf5.files.listing import DatasetInfo, FileInfo, list_datasets
+from mpidp.printable import listed
 from mpidp.tools.inspect.advice import advice, stack_advice
 from mpidp.tools.inspect.amplification import Order, StoredField, amplification
 from mpidp.tools.inspect.loader_facts import loader_facts
@@ -106,7 +106,7 @@ def _remarks(info: FileInfo) -> list[str]:
     for name, what in info.tree.internal.items():
         if "sparse" not in what:
             kinds[what].append(name)
-    remarks += [f"{named(names)}: {what}, no field" for what, names in kinds.items()]
+    remarks += [f"{listed(names)}: {what}, no field" for what, names in kinds.items()]
     return remarks
 
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from mpidp.hdf5.files.dangling import named
+from mpidp.printable import listed
 from mpidp.tools.table import size_text
 from mpidp.tools.verify.scan import Bad, Finding, Scan, Work
 
@@ -65,7 +65,7 @@ def to_text(report: FileReport) -> str:
     """Return a line for the file and one for each finding that is named."""
     what = f"{report.num_datasets} datasets, {report.num_pieces} chunks or ranges, {size_text(report.read_bytes)} read"
     if report.unlooked:
-        what += f" (values decoded, but not looked at: {named(report.unlooked)})"
+        what += f" (values decoded, but not looked at: {listed(report.unlooked)})"
     if not report.num_findings:
         return f"{report.file}: {what}: sound"
     lines = [f"{report.file}: {what}: {report.num_findings} {'finding' if report.num_findings == 1 else 'findings'}"]

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from mpidp.errors import CheckpointError
+from mpidp.printable import listed
 
 # DistributedDataParallel and torch.nn.DataParallel save the first, torch.compile the second.
 PREFIXES = ("module.", "_orig_mod.")
@@ -37,9 +38,9 @@ def load_plain_state(
     result = module.load_state_dict(state_dict, strict=strict, assign=assign)
     if not strict and len(result.unexpected_keys) >= len(state_dict):
         raise CheckpointError(
-            f"load_state_dict(strict=False) loaded nothing: the state has {_some(state_dict)}, the model "
-            f"{type(module).__name__} has {_some(module.state_dict())}. Load this model's state, or rename its keys "
-            f"(torch.nn.modules.utils.consume_prefix_in_state_dict_if_present removes a prefix)."
+            f"load_state_dict(strict=False) loaded nothing: the state has {listed(state_dict, most=3) or 'no keys'}, "
+            f"the model {type(module).__name__} has {listed(module.state_dict(), most=3) or 'no keys'}. Load this "
+            f"model's state, or rename its keys (torch.nn.modules.utils.consume_prefix_in_state_dict_if_present removes a prefix)."
         )
     return result
 
@@ -56,9 +57,3 @@ def _without_prefixes(module: nn.Module, state_dict: Mapping[str, Any]) -> Mappi
     inner = {key.removeprefix(prefix) if key + "." != prefix else "": note for key, note in notes.items() if key}
     plain._metadata = OrderedDict(inner)  # type: ignore[attr-defined]
     return _without_prefixes(module, plain)
-
-
-def _some(names: Any, most: int = 3) -> str:
-    names = list(names)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return (", ".join(names[:most]) or "no keys") + more

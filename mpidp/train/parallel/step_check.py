@@ -8,9 +8,9 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mpidp.errors import MpidpError
+from mpidp.printable import listed
 from mpidp.reduce.buckets import Buckets
 
-MOST_NAMED = 3
 WRAP_ANEW = (
     "Change the model first (new layers, adapters, parametrizations, load_state_dict(assign=True)), then wrap it and "
     "make the optimizer; of a wrapped one: model = mpidp.DataParallel(model.unwrap(), world)."
@@ -101,9 +101,8 @@ class StepCheck:
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
         own = [names[id(parameter)] for parameter in parameters if id(parameter) in names]
         if own:
-            more = f" and {len(own) - MOST_NAMED} more" if len(own) > MOST_NAMED else ""
             raise MpidpError(
-                f"an optimizer is about to step {', '.join(own[:MOST_NAMED])}{more}, whose gradients are not reduced: "
+                f"an optimizer is about to step {listed(own, most=3)}, whose gradients are not reduced: "
                 f"such parameters came into the model, or took the place of others, after it was wrapped, or were "
                 f"unfrozen and used without calling the wrapper. {WRAP_ANEW}"
             )
