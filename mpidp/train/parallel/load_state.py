@@ -40,7 +40,8 @@ def load_plain_state(
         raise CheckpointError(
             f"load_state_dict(strict=False) loaded nothing: the state has {listed(state_dict, most=3) or 'no keys'}, "
             f"the model {type(module).__name__} has {listed(module.state_dict(), most=3) or 'no keys'}. Load this "
-            f"model's state, or rename its keys (torch.nn.modules.utils.consume_prefix_in_state_dict_if_present removes a prefix)."
+            f"model's state, or rename its keys "
+            f"(torch.nn.modules.utils.consume_prefix_in_state_dict_if_present removes a prefix)."
         )
     return result
 
