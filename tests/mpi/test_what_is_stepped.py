@@ -1,8 +1,10 @@
 """Habits of scripts that move, replace or set gradients and layers: stepped as in one process, or refused by name."""
 
 import copy
+import gc
 import io
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.nn import functional as F  # noqa: N812  # the name every PyTorch pro
 
 import mpidp
 from mpidp.errors import MpidpError
+from mpidp.train.parallel import step_watch
 
 WAYS = [("naive", False), ("flat", False), ("flat", True), ("node", False), ("node", True), ("staged", True)]
 ways = pytest.mark.parametrize("reducer, overlap", WAYS)
@@ -366,3 +369,27 @@ def test_two_models_count_the_same_steps(world: mpidp.World) -> None:
     assert world.status.step == before + 3
     for model in models:
         model.unwrap()
+
+
+@pytest.mark.parametrize("reducer, overlap", [("node", False), ("node", True), ("staged", False)])
+def test_a_wrapper_that_is_dropped(world: mpidp.World, reducer: str, overlap: bool) -> None:
+    """Behaviour 22: its hooks and the memory it shared go with it, and the module trains on as a plain one."""
+
+    def shared_maps() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:mpidp")
+
+    gc.collect()
+    maps, listeners = shared_maps(), len(step_watch._living())
+    module = small_model()
+    model = wrap(world, module, reducer, overlap)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = (share(world, part) for part in batch(0))
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    del model
+    gc.collect()
+    assert (shared_maps(), len(step_watch._living())) == (maps, listeners)
+    if world.rank == 0:
+        F.mse_loss(module(x), y).backward()
+        optimizer.step()
