@@ -39,7 +39,7 @@ class NodeMemory:
         self._pending: IntArray | None = None
         start, stop = contents.share(self._rank, self._ranks)
         largest = -(-contents.num_rows // self._ranks) * contents.record.itemsize
-        check_room(world, "node", largest, None)
+        check_room(world, "node", largest)
         self._starts = np.array([contents.share(rank, self._ranks)[0] for rank in range(self._ranks)], dtype=np.int64)
         self._segments: list[Records] = []
         try:

@@ -15,41 +15,33 @@ if TYPE_CHECKING:
 LARGEST_SHARE = 0.9
 
 
-def check_room(world: World | None, mode: str, num_bytes: int, shared_memory: int | None) -> None:
+def check_room(world: World | None, mode: str, num_bytes: int) -> None:
     """Raise `DataError` on every rank if some node cannot hold what its ranks want. Collective.
 
     Args:
         world: the ranks; None is this process alone.
         mode: the loader's, for the message: "node" or "store".
         num_bytes: what this rank wants; ranks of a node may want different amounts.
-        shared_memory: bytes left for shared memory on this node if that is what will be used, else None.
     """
     if world is None:
-        _check(mode, num_bytes, shared_memory, 1)
+        _check(mode, num_bytes, 1)
         return
     needed = world.sum_on_node(num_bytes)
     with world.together("making room for the data"):
-        _check(mode, needed, shared_memory, world.num_nodes)
+        _check(mode, needed, world.num_nodes)
 
 
-def _check(mode: str, needed: int, shared_memory: int | None, num_nodes: int) -> None:
+def _check(mode: str, needed: int, num_nodes: int) -> None:
     left = available_memory()
     usable = None if left is None else int(LARGEST_SHARE * left)
-    problems = []
-    if usable is not None and needed > usable:
-        problems.append(f"memory has {left:,} bytes left, of which the data may take {usable:,}")
-    if shared_memory is not None and needed > shared_memory:
-        problems.append(f"shared memory (/dev/shm) has {shared_memory:,} bytes left")
-    if problems:
+    if left is not None and usable is not None and needed > usable:
         raise DataError(
-            f'mode="{mode}" holds the decoded data in memory: {needed:,} bytes on {socket.gethostname()}, where '
-            f"{' and '.join(problems)}. {_advice(mode, num_nodes, usable is not None and needed > usable)}"
+            f'mode="{mode}" holds the decoded data in memory: {needed:,} bytes on {socket.gethostname()}, where memory '
+            f"has {left:,} bytes left, of which the data may take {usable:,}. {_advice(mode, num_nodes)}"
         )
 
 
-def _advice(mode: str, num_nodes: int, too_large: bool) -> str:
-    if not too_large:
-        return 'Make /dev/shm larger (a container\'s option --shm-size), or take mode="stream"'
+def _advice(mode: str, num_nodes: int) -> str:
     if mode == "node" and num_nodes > 1:
         return 'Take mode="store", which spreads the data over the nodes, or mode="stream"; or ask for more memory'
     return 'Take mode="stream"; or ask for more memory (sbatch --mem=0), or for more nodes with mode="store"'

@@ -42,7 +42,7 @@ class SpreadMemory:
         shares = [contents.share(part, ranks) for part in range(ranks)]
         start, stop = shares[rank]
         row_bytes = contents.record.itemsize
-        check_room(world, "store", (stop - start) * row_bytes, None)
+        check_room(world, "store", (stop - start) * row_bytes)
         self._received = np.empty((0, row_bytes), np.uint8)
         if world is None:
             self._segment = np.empty((contents.num_rows, row_bytes), np.uint8)

@@ -27,15 +27,15 @@ def check_memory(facts: RankFacts) -> list[Finding]:
 def _shared(memory: Memory, in_container: bool) -> list[Finding]:
     fix = "start the container with --shm-size=8g" if in_container else "remove old files there, or ask to enlarge it"
     if memory.shm_free is None or memory.shm_size is None:
-        return [warn("memory.shm", "there is no /dev/shm: ranks of a node cannot share memory", fix)]
+        return [warn("memory.shm", "there is no /dev/shm: MPI cannot send messages through the memory of a node", fix)]
     text = f"/dev/shm has {size_text(memory.shm_free)} left of {size_text(memory.shm_size)}"
     if memory.shm_free >= SMALL_SHM_BYTES:
         return [ok("memory.shm", text)]
     return [
         warn(
             "memory.shm",
-            f"{text}: gradients of all ranks of a node have to fit, else they take a slower way, and Open MPI says "
-            "'not enough space for the shared-memory backing file'",
+            f"{text}: MPI's own messages between ranks of a node go through it, and Open MPI says 'not enough space "
+            "for the shared-memory backing file' where they do not fit",
             fix + "; for Open MPI alone: OMPI_MCA_btl_sm_backing_directory=/tmp",
         )
     ]
