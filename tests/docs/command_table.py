@@ -42,6 +42,7 @@ class NotHere:
 
 REGISTRY = NotHere("needs a package registry; `make venv` installs what it names, from setup.cfg")
 MODULES = NotHere("a site's modules")
+OUTPUT = "tests/faults/test_output.py"
 SLURM_PAGES = "tests/slurm/test_pages.py"
 SHRINK = "tests/faults/test_shrink.py::test_the_others_go_on"
 DATA_PAGE = "tests/faults/test_data_page.py::test_every_command_runs_as_written"
@@ -148,6 +149,10 @@ TABLE: dict[str, dict[str, Run | Elsewhere | NotHere]] = {
         "mpidp bench loader FILE --against dataloader": Run(
             "h5py", (("FILE", "data/digits.h5 --samples 300 --repeats 1 --shuffles lanes"),)
         ),
+    },
+    "docs/logging.md": {
+        "mpidp data inspect FILE | head -1": Elsewhere(f"{OUTPUT}::test_a_reader_that_goes_away"),
+        "mpidp train ... | head -1": Elsewhere(f"{OUTPUT}::test_training_outlives_its_standard_output"),
     },
     "docs/report.md": {
         "pip install 'mpidp[report]'": REGISTRY,
