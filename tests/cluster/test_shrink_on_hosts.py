@@ -65,6 +65,7 @@ def test_a_host_is_lost_with_its_daemon(place: Path, use_hosts: UseHosts) -> Non
     assert max(ended.losses) < LAST_STEP and not ended.lost  # whatever the exit code, which the launcher may have as 0
 
     use_hosts((1, 1))
+    (place / "runs/lost/owner.json").unlink()  # new hosts cannot see that its process is gone, and would wait
     resumed = train(place, 2, "", (*words, "--resume", "runs/lost"))
     assert resumed.result.code == 0, resumed.result.output
     assert max(resumed.losses) == LAST_STEP

@@ -118,7 +118,8 @@ class Owner:
         if running:
             raise CheckpointError(
                 f"{self.path.parent} is in use by {_name(found)}. Wait for its end, or end it; if it died, a start on "
-                f"{process.host} goes on at once, and one elsewhere {SILENT_S:g} s after its last sign of life."
+                f"{process.host} goes on at once, and one elsewhere or in another container {SILENT_S:g} s after its "
+                f"last sign of life."
             )
 
     def _remove(self, found: dict[str, Any] | None) -> None:
