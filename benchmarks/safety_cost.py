@@ -29,8 +29,8 @@ from mpidp.world.world import World
 class Training:
     """A model in training, the same with and without the checks. Construction is collective."""
 
-    def __init__(self, workload: Workload, world: World):
-        self.world, self.workload = world, workload
+    def __init__(self, workload: Workload, world: World, pause_s: float = 0.0):
+        self.world, self.workload, self.pause_s = world, workload, pause_s
         self.model = DataParallel(workload.module, world)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
         self.stop = StopSignal(world)
@@ -44,6 +44,7 @@ class Training:
     def step(self, is_checked: bool) -> None:
         """One step of the optimizer, as the trainer takes it. Collective."""
         self.is_checked = is_checked
+        time.sleep(self.pause_s)
         self.workload.loss(self.model).backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -76,6 +77,15 @@ class Training:
         self.stop.close()
 
 
+def make_training(model: str, scale: int, world: World) -> Training:
+    """Of a bench's model; or "paused": 40 small tensors, and 20 ms in which no rank computes, as if a GPU did."""
+    if model != "paused":
+        return Training(make_workload(model, scale, world), world)
+    layers = [torch.nn.Linear(128, 128) for _ in range(20)]
+    rows = torch.randn(8 * scale, 128)
+    return Training(Workload(torch.nn.Sequential(*layers), rows, torch.randint(128, (8 * scale,))), world, 0.02)
+
+
 def watchdog_cpu_s() -> float:
     """Processor seconds of the watchdog's thread so far; a single rank has none."""
     threads = [thread.native_id for thread in threading.enumerate() if thread.name == "mpidp-watchdog"]
@@ -86,13 +96,13 @@ def watchdog_cpu_s() -> float:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--model", choices=sorted(MODELS), default="transformer")
+    parser.add_argument("--model", choices=[*sorted(MODELS), "paused"], default="transformer")
     parser.add_argument("--scale", type=int, default=1)
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--blocks", type=int, default=40)
     options = parser.parse_args()
     world = mpidp.init()
-    training = Training(make_workload(options.model, options.scale, world), world)
+    training = make_training(options.model, options.scale, world)
     for is_checked in (True, False):
         training.block(options.steps, is_checked)
     training.inside_s = 0.0
