@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mpi_helpers import batch, share, small_model
+from mpi_helpers import batch, same_bits, share, small_model
 
 import mpidp
 from mpidp.errors import MismatchError
@@ -129,6 +129,7 @@ def test_equal_ranks_are_left_alone(world: mpidp.World, compare_steps: int) -> N
         flip(module[0][0].weight, 0)
     for number in range(6):
         step(world, (model, optimizer), number)
+    assert same_bits(world, model.parameters()) == (compare_steps > 0 or world.size == 1)
     model.unwrap()
 
 
