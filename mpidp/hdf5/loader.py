@@ -32,6 +32,7 @@ from mpidp.hdf5.files.describe import Paths, absolute_paths
 from mpidp.hdf5.files.fingerprint import check_unchanged, fingerprint
 from mpidp.hdf5.modes import Source, check_mode, open_source
 from mpidp.hdf5.order.order import Order, Shuffle
+from mpidp.hdf5.order.passes import Passes
 from mpidp.hdf5.order.split import Part
 from mpidp.hdf5.order.steps import Share
 from mpidp.hdf5.preparation import check_agreed, check_batches, choose_threads, describe_together, from_root, select
@@ -50,7 +51,7 @@ _SETTINGS = (
 )
 
 
-class HDF5Loader:
+class HDF5Loader(Passes):
     """Iterates over the steps of an epoch; constructing it is collective.
 
     One `for` loop is one epoch; at its end the next epoch, with another order, is current. A batch counts as
@@ -114,6 +115,7 @@ class HDF5Loader:
         allow_holes: bool = False,
         drop_last: bool = False,
     ) -> None:
+        super().__init__()
         self.world = world = resolve_world(world, "an HDF5Loader")
         specs = field_specs(fields)
         order = (global_batch, seed, shuffle, lanes, mixing_chunks, split, mode, memory_bytes, allow_holes, drop_last)
@@ -138,10 +140,6 @@ class HDF5Loader:
             self._threads = choose_threads(threads, world)
         self.mode = mode
         self._make_batch = BatchMaker(world, transform, sample_transform)
-        self._epoch = 0
-        self._position = 0
-        self._continues = False  # the next pass goes on from the position because someone asked for it
-        self._told = False
         self._stretch: Stretch | None = None
         self._stretch_at = (0, 0)
         self._pass = object()
@@ -154,26 +152,6 @@ class HDF5Loader:
         self._source: Source | None = self._open_source()
 
     @property
-    def num_samples(self) -> int:
-        """Samples of an epoch, over all ranks."""
-        return self.order.num_samples
-
-    @property
-    def epoch(self) -> int:
-        """The current epoch, counted from 0."""
-        return self._epoch
-
-    @property
-    def position(self) -> int:
-        """Global samples of the current epoch that were handed out."""
-        return self._position
-
-    @property
-    def remaining_steps(self) -> int:
-        """Steps from the position to the end of the current epoch."""
-        return self.order.steps(self._position)
-
-    @property
     def line(self) -> str:
         """Where rows come from, in what order and how they are decoded, in one line."""
         order = f"shuffle {self.order.shuffle}"
@@ -183,13 +161,9 @@ class HDF5Loader:
         threads = f"{self._threads} thread{'s' * (self._threads > 1)} a rank"
         return f"{order}{where}, {decoding(self.dataset)} by {threads}"
 
-    def __len__(self) -> int:
-        """Return the number of steps of a whole epoch."""
-        return self.order.steps()
-
     def __iter__(self) -> Iterator[Batch]:
         this = self._pass = object()
-        self._begin_pass()
+        self._begin_pass("an HDF5Loader", "loader", speaks=self._ranks[1] == 0)
         while self.remaining_steps:
             if self._pass is not this:
                 raise RuntimeError("this pass over the loader was closed, for instance by another pass that began")
@@ -337,24 +311,6 @@ class HDF5Loader:
                 "are missing; use it where it was made, without worker processes: it reads ahead by itself"
             )
 
-    def _begin_pass(self) -> None:
-        """Choose where a pass begins that was not left at a position on purpose."""
-        if not self.remaining_steps:
-            self._finish_epoch()
-        if self._position and not self._continues:
-            if self.order.shuffle == "none":
-                self._position = 0
-            elif not self._told and self._ranks[1] == 0:
-                self._told = True
-                log.warning(
-                    "the loop over an HDF5Loader goes on behind the %s of %s samples of epoch %d that the last loop "
-                    "handed out before it was left; loader.restart() before a loop begins the epoch anew",
-                    f"{self._position:,}",
-                    f"{self.num_samples:,}",
-                    self._epoch,
-                )
-        self._continues = False
-
     def _end_reading(self) -> None:
         if self._stretch is not None:
             self._stretch.close()
@@ -362,6 +318,6 @@ class HDF5Loader:
 
     def _finish_epoch(self) -> None:
         ended = self._epoch, self._position
-        self._epoch, self._position = self._epoch + 1, 0
+        super()._finish_epoch()
         if self._stretch is not None and self._stretch_at == ended:
             self._stretch_at = self._epoch, 0  # which is what it gives next

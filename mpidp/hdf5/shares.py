@@ -14,6 +14,7 @@ from mpidp.errors import DataError
 from mpidp.hdf5.batches.batch import Batch
 from mpidp.hdf5.order.keyed import IntArray
 from mpidp.hdf5.order.order import Order
+from mpidp.hdf5.order.passes import Passes
 from mpidp.hdf5.order.plan import EpochPlan
 from mpidp.hdf5.order.steps import Share, Step, step_rows
 from mpidp.hdf5.preparation import check_agreed
@@ -26,7 +27,7 @@ T = TypeVar("T")
 log = logging.getLogger("mpidp")
 
 
-class Shares:
+class Shares(Passes):
     """A batch sampler that gives each rank its samples of every global batch; constructing it is collective.
 
         shares = mpidp.shares(len(dataset), global_batch=64, seed=0)
@@ -66,6 +67,7 @@ class Shares:
         drop_last: bool = False,
         world: World | CurrentWorld | None = "current",
     ) -> None:
+        super().__init__()
         self.world = world = resolve_world(world, "mpidp.shares")
         settings = (num_samples, global_batch, seed, shuffle, drop_last)
         check_agreed(world, settings, "mpidp.shares", "num_samples, global_batch, seed, shuffle, drop_last")
@@ -75,36 +77,8 @@ class Shares:
             )
         chunk_rows = np.array([num_samples], dtype=np.int64)
         self.order = Order(chunk_rows, seed, 1, 1, global_batch, "full" if shuffle else "none", drop_last)
-        self._epoch = 0
-        self._position = 0
-        self._continues = False  # the next pass goes on from the position because someone asked for it
-        self._told = False
         self._pass = object()
         self._may_begin = False
-
-    @property
-    def num_samples(self) -> int:
-        """Samples of an epoch, over all ranks."""
-        return self.order.num_samples
-
-    @property
-    def epoch(self) -> int:
-        """The current epoch, counted from 0."""
-        return self._epoch
-
-    @property
-    def position(self) -> int:
-        """Global samples of the current epoch that were handed out."""
-        return self._position
-
-    @property
-    def remaining_steps(self) -> int:
-        """Steps from the position to the end of the current epoch."""
-        return self.order.steps(self._position)
-
-    def __len__(self) -> int:
-        """Return the number of steps of a whole epoch."""
-        return self.order.steps()
 
     def __iter__(self) -> Iterator[list[int]]:
         if not self._may_begin:
@@ -135,7 +109,7 @@ class Shares:
                 "in_order=False"
             )
         this = self._pass = object()
-        self._begin_pass()
+        self._begin_pass("mpidp.shares", "shares", speaks=self.world is None or self.world.rank == 0)
         coming = self._rest()
         batches = self._begin(loader)
         for step, rows in coming:
@@ -145,7 +119,7 @@ class Shares:
             self._position = step.stop
             yield Batch({}, rows, step.stop - step.start, self.world, (self._epoch, step.stop)), batch
         if self._pass is this:
-            self._epoch, self._position = self._epoch + 1, 0
+            self._finish_epoch()
 
     def restart(self) -> None:
         """Begin the current epoch anew, from its first step: end the loop in progress, if any. Not collective."""
@@ -187,24 +161,6 @@ class Shares:
         self.restart()
         self.order = replace(self.order, seed=state["seed"])
         self._epoch, self._position, self._continues = state["epoch"], state["position"], True
-
-    def _begin_pass(self) -> None:
-        """Choose where a pass begins that was not left at a position on purpose, as an `HDF5Loader` does."""
-        if not self.remaining_steps:
-            self._epoch, self._position = self._epoch + 1, 0
-        if self._position and not self._continues:
-            if self.order.shuffle == "none":
-                self._position = 0
-            elif not self._told and (self.world is None or self.world.rank == 0):
-                self._told = True
-                log.warning(
-                    "the loop over mpidp.shares goes on behind the %s of %s samples of epoch %d that the last loop was "
-                    "handed before it was left; shares.restart() before a loop begins the epoch anew",
-                    f"{self._position:,}",
-                    f"{self.num_samples:,}",
-                    self._epoch,
-                )
-        self._continues = False
 
     def _rest(self) -> Iterator[tuple[Step, IntArray]]:
         """Return the steps of the epoch from the position on, with this rank's samples."""

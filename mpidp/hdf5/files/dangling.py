@@ -12,12 +12,13 @@ from typing import Any
 import h5py
 
 from mpidp.hdf5.files.damage import HDF5_ERRORS
+from mpidp.hdf5.files.locate import MOST_CHUNKS
 from mpidp.hdf5.files.netcdf import is_dimension_only, small_attribute
 
 # A group with so many groups in it is taken to hold a group for each sample.
 MANY_GROUPS = 100
 # No dataset that somebody means to read has more pieces; a damaged shape may have any number of them.
-_MOST_CHUNKS, _MOST_MISSING, _MISSING_RATIO = 1 << 26, 1 << 16, 1000
+_MOST_MISSING, _MISSING_RATIO = 1 << 16, 1000
 _MOST_BYTES = 1 << 46
 _PYTABLES_INDEX = ("INDEX", "TINDEX", "DINDEX")
 _SPARSE_PARTS = ("data", "indices", "indptr")
@@ -151,7 +152,7 @@ def too_large(dataset: Any) -> str:
     if dataset.chunks:
         chunks = math.prod(-(-length // side) for length, side in zip(dataset.shape, dataset.chunks, strict=True))
         there = dataset.id.get_num_chunks()
-        if chunks > min(_MOST_CHUNKS, _MOST_MISSING + _MISSING_RATIO * there):
+        if chunks > min(MOST_CHUNKS, _MOST_MISSING + _MISSING_RATIO * there):
             return f"its shape {dataset.shape} asks for {chunks:,} chunks; {there:,} exist"
         return ""
     declared = dataset.size * dataset.id.get_type().get_size()

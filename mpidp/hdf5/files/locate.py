@@ -27,7 +27,7 @@ from mpidp.hdf5.order.keyed import IntArray, WordArray
 _CHECK_BYTES = 4 * 2**20
 # What a damaged shape of chunks may not ask for. HDF5 knew no larger chunks before version 2.
 _MOST_CHUNK_BYTES = 2**32 - 1
-_MOST_CHUNKS = 2**26
+MOST_CHUNKS = 2**26
 
 
 def locate(dataset: Any, dtype: np.dtype[Any] | None, axis: int) -> Storage | str:
@@ -95,9 +95,9 @@ def _type_obstacle(dataset: Any, dtype: np.dtype[Any]) -> str:
 def _chunked(dataset: Any, dtype: np.dtype[Any], axis: int, filters: tuple[Filter, ...]) -> Storage:
     grid = tuple(-(-length // step) for length, step in zip(dataset.shape, dataset.chunks, strict=True))
     count, chunk_bytes = math.prod(grid), math.prod(dataset.chunks) * dtype.itemsize
-    if count > _MOST_CHUNKS or chunk_bytes > _MOST_CHUNK_BYTES:
+    if count > MOST_CHUNKS or chunk_bytes > _MOST_CHUNK_BYTES:
         raise DataError(
-            f"{_where(dataset)} has {count} chunks of {chunk_bytes} bytes; at most {_MOST_CHUNKS} can be read, of "
+            f"{_where(dataset)} has {count} chunks of {chunk_bytes} bytes; at most {MOST_CHUNKS} can be read, of "
             f"{_MOST_CHUNK_BYTES} bytes. Unless the file is damaged, write it with others (mpidp data convert)"
         )
     places, facts = _chunk_table(dataset)
