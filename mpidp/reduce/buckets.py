@@ -49,11 +49,11 @@ class Buckets:
             for layout, flat in zip(layouts, allocate(layouts, device), strict=True)
         ]
         self._places = {slot.parameter: (bucket, slot) for bucket in self.buckets for slot in bucket.layout.slots}
-        # The gradients in their buckets, and where that is: whoever assigns `p.grad.data` or calls `module.to` moves
-        # the very tensor that is kept here to other memory.
-        # Strides as at the start, the same on all ranks: a rank that changes its own must not permute the sum.
+        # As at the start, the same on all ranks: a rank that changes its own strides must not permute the sum.
         self._shapes = [parameter.shape for parameter in self.parameters]
         self._strides = [torch.empty_like(parameter).stride() for parameter in self.parameters]
+        # The gradients in their buckets, and where that is: whoever assigns `p.grad.data` or calls `module.to` moves
+        # the very tensor that is kept here to other memory.
         self._views = [self._make_view(index) for index in range(len(self.parameters))]
         self._addresses = [view.data_ptr() for view in self._views]
         # Gradients that had to be copied into their bucket because autograd made a tensor of its own: with

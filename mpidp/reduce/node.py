@@ -54,7 +54,7 @@ class NodeReducer:
         return flats
 
     def close(self) -> None:
-        """Frees the window. Collective."""
+        """Lets go of the window. Not collective."""
         if self._shared is not None:
             self._calls.clear()
             self._shared.close()

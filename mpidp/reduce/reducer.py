@@ -26,7 +26,7 @@ class Reducer(Protocol):
         """Where the memory of the buckets comes from, of the kind that this strategy likes. May be collective."""
 
     def close(self) -> None:
-        """Gives back what `allocate` took; the buckets must not be touched afterwards. Collective."""
+        """Lets go of what `allocate` took: it is given back with the last tensor that looks there. Not collective."""
 
     def mean(self, bucket: Bucket) -> None:
         """Replaces `bucket.flat` by its mean over the ranks, in place. Collective, in the same order on every rank.

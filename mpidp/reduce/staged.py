@@ -47,7 +47,7 @@ class StagedReducer:
         self._streams = CopyStreams(world.device)
 
     def close(self) -> None:
-        """Frees the window. Collective."""
+        """Lets go of the window. Not collective."""
         if self._shared is None:
             return
         if self._on_gpu:

@@ -30,7 +30,7 @@ class Channel(Protocol):
         """Afterwards the segments hold what their ranks wrote. Collective; `counts` is the same on all ranks."""
 
     def close(self) -> None:
-        """Gives memory back. Collective."""
+        """Lets go of shared memory. Not collective."""
 
 
 def make_channel(world: World) -> Channel:
@@ -110,5 +110,5 @@ class Window:
         self._half = 1 - self._half
 
     def close(self) -> None:
-        """Collective."""
+        """Not collective."""
         self._window.free()
