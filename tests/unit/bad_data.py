@@ -1,4 +1,4 @@
-"""HDF5 files with known faults, for the tests of `mpidp data verify` on one rank and on several."""
+"""HDF5 files with known faults, for the tests of `mpidp data` on one rank and on several."""
 
 from pathlib import Path
 
@@ -19,6 +19,17 @@ def write_sound(path: Path) -> Path:
         file["compound"] = np.zeros(10, [("a", "f4"), ("b", "u8", 2)])
         file["no rows"] = np.zeros((0, 3))
         file["link"] = h5py.SoftLink("/x")
+    return path
+
+
+def write_one_bad_object(path: Path) -> Path:
+    """Two datasets, "good" and "bad", of which the second cannot be opened."""
+    with h5py.File(path, "w", libver="earliest") as file:
+        file["good"], file["bad"] = np.arange(20.0), np.arange(20, dtype="f4")
+        start = h5py.h5o.get_info(file["bad"].id).addr
+    content = bytearray(path.read_bytes())
+    content[start] ^= 4  # the version of its header
+    path.write_bytes(content)
     return path
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from bad_data import write_one_bad_object
 from data_files import error_of, run
 
 import mpidp
@@ -76,13 +77,7 @@ def test_no_damage_ends_in_a_traceback(tmp_path: Path, version: str) -> None:
 
 def test_damage_to_one_object_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Behaviour 57: the dataset is named, what is beside it is described, and can be converted by its name."""
-    path = tmp_path / "in.h5"
-    with h5py.File(path, "w", libver="earliest") as file:
-        file["good"], file["bad"] = np.arange(20.0), np.arange(20, dtype="f4")
-        start = h5py.h5o.get_info(file["bad"].id).addr
-    content = bytearray(path.read_bytes())
-    content[start] ^= 4  # the version of its header
-    path.write_bytes(content)
+    path = write_one_bad_object(tmp_path / "in.h5")
     for command in ("inspect", "verify"):
         capsys.readouterr()
         assert run(command, path) == 1

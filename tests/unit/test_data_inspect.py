@@ -5,6 +5,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from bad_data import write_one_bad_object
 from data_files import run
 from hypothesis import given
 from hypothesis import strategies as st
@@ -182,12 +183,6 @@ def test_what_is_no_field_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_damage_is_a_line_that_names_file_and_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Behaviour 57."""
-    path = tmp_path / "in.h5"
-    with h5py.File(path, "w", libver="earliest") as file:
-        file["good"], file["bad"] = np.arange(20.0), np.arange(20, dtype="f4")
-        start = h5py.h5o.get_info(file["bad"].id).addr
-    content = bytearray(path.read_bytes())
-    content[start] ^= 4  # the version of its header
-    path.write_bytes(content)
+    path = write_one_bad_object(tmp_path / "in.h5")
     text = said_of(path, capsys, code=1)
     assert 'data.fields = ["good"]' in text and f'damaged\n  {path}: "bad" cannot be opened: ' in text

@@ -39,6 +39,20 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
+def assert_resumed_alike(run: Run, whole: Path, settings: dict[str, Any], steps: tuple[int, ...]) -> None:
+    """A run that is resumed from each of these steps ends as it did without a break."""
+    expected, end = losses(whole), weights(whole)
+    for step in steps:
+        for path in (whole / "checkpoints").glob("step_*"):
+            if int(path.name.removeprefix("step_")) > step:
+                for file in path.iterdir():
+                    file.unlink()
+                path.rmdir()
+        run(resume=whole, **settings)
+        assert losses(whole) == expected, f"resumed at step {step}"
+        assert all(torch.equal(weights(whole)[name], tensor) for name, tensor in end.items())
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_resumed_run_goes_on_with_its_schedule(run: Run, name: str) -> None:
     """Behaviour 43."""
@@ -65,16 +79,7 @@ def test_a_resumed_run_ends_with_the_same_bits(run: Run, kind: str, optimizer: s
         "train__epochs": 3,
     }
     whole = run(**settings)
-    expected, end = losses(whole), weights(whole)
-    for step in (3, 5, 10, 13):
-        for path in (whole / "checkpoints").glob("step_*"):
-            if int(path.name.removeprefix("step_")) > step:
-                for file in path.iterdir():
-                    file.unlink()
-                path.rmdir()
-        run(resume=whole, **settings)
-        assert losses(whole) == expected, f"resumed at step {step}"
-        assert all(torch.equal(weights(whole)[name], tensor) for name, tensor in end.items())
+    assert_resumed_alike(run, whole, settings, steps=(3, 5, 10, 13))
 
 
 @pytest.mark.parametrize("shuffle", ["lanes", "none"])
@@ -88,18 +93,9 @@ def test_a_resumed_run_leaves_out_the_same_steps(run: Run, shuffle: str) -> None
         "log__every_steps": 1,
     }
     whole = run(**settings)
-    expected, end = losses(whole), weights(whole)
     assert [record["samples"] for record in records(whole, "train")] == [10] * 8
     assert [record["samples"] for record in records(whole, "validation")] == [11] * 2
-    for step in (2, 4, 6):
-        for path in (whole / "checkpoints").glob("step_*"):
-            if int(path.name.removeprefix("step_")) > step:
-                for file in path.iterdir():
-                    file.unlink()
-                path.rmdir()
-        run(resume=whole, **settings)
-        assert losses(whole) == expected, f"resumed at step {step}"
-        assert all(torch.equal(weights(whole)[name], tensor) for name, tensor in end.items())
+    assert_resumed_alike(run, whole, settings, steps=(2, 4, 6))
 
 
 def test_resuming_a_finished_run_does_nothing(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
