@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -111,19 +112,35 @@ def test_a_copy_is_nobodys(tmp_path: Path, other: subprocess.Popen[bytes]) -> No
 
 
 @pytest.mark.parametrize("links", [True, False])
-@pytest.mark.parametrize("before", ["nobody", "a dead job"])
+@pytest.mark.parametrize("before", ["nobody", "a dead job", "a job that died taking over from a dead job"])
 def test_of_many_at_once_one_gets_it(tmp_path: Path, before: str, links: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each thread stands for a job on a node of its own."""
-    if before == "a dead job":
-        owned_by(tmp_path, 2 * SILENT_S, **ELSEWHERE)
     if not links:
         monkeypatch.setattr(os, "link", _no_links)
-    barrier = threading.Barrier(8)
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # so that threads alternate between any two lines
+    try:
+        for _ in range(40):
+            if before != "nobody":
+                owned_by(tmp_path, 2 * SILENT_S, **ELSEWHERE)
+            if "taking over" in before:
+                shutil.copy2(tmp_path / FILE, tmp_path / f"{FILE}.next")
+            won = _claim_at_once(tmp_path, 8)
+            if links:  # else two may take it at once, which nothing can decide
+                assert won.count(True) == 1
+            assert any(won) and os.listdir(tmp_path) == [FILE]
+            (tmp_path / FILE).unlink()
+    finally:
+        sys.setswitchinterval(interval_s)
+
+
+def _claim_at_once(folder: Path, jobs: int) -> list[bool]:
+    barrier = threading.Barrier(jobs)
 
     def try_to(number: int) -> bool:
-        owner = Owner(tmp_path, {})
+        owner = Owner(folder, {})
         owner._facts |= {"host": f"node{number}"}
-        monkeypatch.setattr(owner, "_keep_touching", lambda: None)
+        owner._keep_touching = lambda: None  # type: ignore[method-assign]
         barrier.wait()
         try:
             owner.claim()
@@ -131,11 +148,8 @@ def test_of_many_at_once_one_gets_it(tmp_path: Path, before: str, links: bool, m
             return False
         return True
 
-    with ThreadPoolExecutor(8) as pool:
-        won = list(pool.map(try_to, range(8)))
-    if links:  # else two may take it at once, which nothing can decide
-        assert won.count(True) == 1
-    assert any(won) and os.listdir(tmp_path) == [FILE]
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(try_to, range(jobs)))
 
 
 def _no_links(source: Path, target: Path) -> None:

@@ -53,11 +53,8 @@ class Owner:
         mine = self.path.with_name(f"{FILE}.{secrets.token_hex(4)}")
         write_json(mine, self._facts)
         try:
-            while not _link(mine, self.path):
-                found = self._read(self.path)
-                if found is not None:
-                    self._check_gone(found, now_s=mine.stat().st_mtime)  # by the clock of the file server
-                self._remove(found)
+            while not (_link(mine, self.path) or self._succeed(mine)):
+                pass
         finally:
             mine.unlink(missing_ok=True)
         self._keep_touching()
@@ -101,8 +98,36 @@ class Owner:
             return None
         return found if _process(found) is not None and found.get("folder") == self._facts["folder"] else None
 
-    def _check_gone(self, found: dict[str, Any], now_s: float) -> None:
-        """Raises CheckpointError if an owner lives."""
+    def _succeed(self, mine: Path) -> bool:
+        """Takes the place of an owner that is gone. Returns False if another job was faster: then all begins anew.
+
+        Who may take it is decided by the creation of `owner.json.next`, which then becomes `owner.json` in one step:
+        at no time is the place empty, where a third job would see nobody.
+        """
+        found = self._read(self.path)
+        if found == self._facts:
+            return True
+        self._check_gone(found, self.path, mine)
+        successor = self.path.with_name(f"{FILE}.next")
+        if not _link(mine, successor):  # another job is about to, or died doing it
+            self._check_gone(self._read(successor), successor, mine)
+            successor.unlink(missing_ok=True)
+            return False
+        if not self.path.exists() or self._read(self.path) != found:
+            successor.unlink(missing_ok=True)
+            return False
+        with suppress(FileNotFoundError):  # taken for that of a job that died
+            successor.rename(self.path)
+        if self._read(self.path) != self._facts:
+            return False
+        if found is not None:
+            log.info("took %s over from %s, which is gone", self.path.parent, _name(found))
+        return True
+
+    def _check_gone(self, found: dict[str, Any] | None, path: Path, mine: Path) -> None:
+        """Raises CheckpointError if the owner that a file names lives."""
+        if found is None:
+            return
         process = _process(found)
         assert process is not None
         if process == Process.this():
@@ -114,27 +139,14 @@ class Owner:
             if is_again and self._facts["slurm_restarts"] != found.get("slurm_restarts"):
                 return
             with suppress(FileNotFoundError):
-                running = now_s - self.path.stat().st_mtime < SILENT_S
+                # both by the clock of the file server
+                running = mine.stat().st_mtime - path.stat().st_mtime < SILENT_S
         if running:
             raise CheckpointError(
                 f"{self.path.parent} is in use by {_name(found)}. Wait for its end, or end it; if it died, a start on "
                 f"{process.host} goes on at once, and one elsewhere or in another container {SILENT_S:g} s after its "
                 f"last sign of life."
             )
-
-    def _remove(self, found: dict[str, Any] | None) -> None:
-        """Removes the file of an owner that is gone, but not that of a job that was faster to take its place."""
-        aside = self.path.with_name(f"{FILE}.{secrets.token_hex(4)}")
-        try:
-            self.path.rename(aside)
-        except FileNotFoundError:
-            return
-        moved = self._read(aside)
-        if moved is not None and moved != found:
-            _link(aside, self.path)
-        elif found is not None:
-            log.info("took %s over from %s, which is gone", self.path.parent, _name(found))
-        aside.unlink()
 
 
 def _process(found: dict[str, Any]) -> Process | None:
