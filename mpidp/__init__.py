@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mpidp import errors
 
 if TYPE_CHECKING:
-    from mpidp.hdf5.batches.batch import Batch
+    from mpidp.hdf5.batch import Batch
     from mpidp.hdf5.decode.field import FieldSpec
     from mpidp.hdf5.loader import HDF5Loader
     from mpidp.hdf5.shares import Shares, shares
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Batch": "mpidp.hdf5.batches.batch",
+    "Batch": "mpidp.hdf5.batch",
     "DataParallel": "mpidp.train.parallel.parallel",
     "FieldSpec": "mpidp.hdf5.decode.field",
     "HDF5Loader": "mpidp.hdf5.loader",

@@ -1,4 +1,4 @@
-"""Enters: HDF5 files, field names, a global batch size. Leaves: this rank's `Batch` of every step."""
+"""The loader: HDF5 files in, this rank's batch of every step out."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from mpidp.errors import DataError
-from mpidp.hdf5.batches.batch import Batch
-from mpidp.hdf5.batches.budget import (
+from mpidp.hdf5.batch import Batch
+from mpidp.hdf5.decode.field import Fields, field_specs
+from mpidp.hdf5.files.describe import Paths, absolute_paths
+from mpidp.hdf5.files.fingerprint import check_unchanged, fingerprint
+from mpidp.hdf5.memory_budget import (
     choose_mixing,
     choose_shuffle,
     default_node_bytes,
@@ -23,20 +26,13 @@ from mpidp.hdf5.batches.budget import (
     resources,
     warnings_about,
 )
-from mpidp.hdf5.batches.make_batch import BatchMaker
-from mpidp.hdf5.batches.ring import BatchRing
-from mpidp.hdf5.batches.source import Mode, Stretch
-from mpidp.hdf5.batches.transform import BatchTransform, SampleTransform
-from mpidp.hdf5.decode.field import Fields, field_specs
-from mpidp.hdf5.files.describe import Paths, absolute_paths
-from mpidp.hdf5.files.fingerprint import check_unchanged, fingerprint
-from mpidp.hdf5.modes import Source, check_mode, open_source
-from mpidp.hdf5.order.order import Order, Shuffle
-from mpidp.hdf5.order.passes import Passes
+from mpidp.hdf5.modes.source import Mode, Source, Stretch, check_mode, open_source
+from mpidp.hdf5.order.order import Order, Passes, Share, Shuffle
 from mpidp.hdf5.order.split import Part
-from mpidp.hdf5.order.steps import Share
+from mpidp.hdf5.prefetch import BatchRing
 from mpidp.hdf5.preparation import check_agreed, check_batches, choose_threads, describe_together, from_root, select
 from mpidp.hdf5.rows.decoding import decoding, slow_paths
+from mpidp.hdf5.transform import BatchMaker, BatchTransform, SampleTransform
 from mpidp.world.current import CurrentWorld, resolve_world
 from mpidp.world.memory import memory_limit
 

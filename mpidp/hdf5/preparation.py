@@ -1,4 +1,4 @@
-"""Enters: what each rank asked of a loader. Leaves: the same data and settings on all of them, or an error on all."""
+"""What a loader does before its first pass: ranks agree on settings and files, and the rows are chosen."""
 
 from __future__ import annotations
 

@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from mpidp.errors import DataError
-from mpidp.hdf5.batches.batch import Batch
+from mpidp.hdf5.batch import Batch
 from mpidp.hdf5.order.keyed import IntArray
-from mpidp.hdf5.order.order import Order
-from mpidp.hdf5.order.passes import Passes
+from mpidp.hdf5.order.order import Order, Passes, Share, Step, step_rows
 from mpidp.hdf5.order.plan import EpochPlan
-from mpidp.hdf5.order.steps import Share, Step, step_rows
 from mpidp.hdf5.preparation import check_agreed
 from mpidp.world.current import CurrentWorld, resolve_world
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mpidp.config import RunConfig, to_toml
 from mpidp.errors import DataError
-from mpidp.hdf5.batches.batch import Batch
+from mpidp.hdf5.batch import Batch
 from mpidp.hdf5.loader import HDF5Loader
 from mpidp.train import rng
 from mpidp.train.batch_norm.sync import SyncBatchNorm, sync_layers

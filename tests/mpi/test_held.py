@@ -13,13 +13,12 @@ import mpidp
 from mpidp.errors import DataError
 from mpidp.hdf5.files.dataset import Field, Rows
 from mpidp.hdf5.files.describe import describe
-from mpidp.hdf5.memory import node_memory, room
-from mpidp.hdf5.memory.contents import Contents, Read
-from mpidp.hdf5.memory.node_memory import NodeMemory
-from mpidp.hdf5.memory.spread_memory import SpreadMemory
-from mpidp.hdf5.order.lanes import Piece
-from mpidp.hdf5.order.order import Order
-from mpidp.hdf5.order.order_rows import PlanRows
+from mpidp.hdf5.modes.node import Contents, NodeMemory, Read
+from mpidp.hdf5.modes.source import node as node_memory
+from mpidp.hdf5.modes.source import node as room
+from mpidp.hdf5.modes.store import SpreadMemory
+from mpidp.hdf5.order.order import Order, PlanRows
+from mpidp.hdf5.order.plan import Piece
 from mpidp.hdf5.order.split import Split
 from mpidp.hdf5.rows.pieces import PieceReader, Selection
 from mpidp.world.remote_memory import Way

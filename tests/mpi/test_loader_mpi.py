@@ -11,8 +11,8 @@ import torch
 from torch.nn import functional as F  # noqa: N812  # the name every PyTorch program gives it
 
 from mpidp.errors import DataError, MismatchError
-from mpidp.hdf5.batches.source import Mode
 from mpidp.hdf5.loader import HDF5Loader
+from mpidp.hdf5.modes.source import Mode
 from mpidp.hdf5.order.order import Shuffle
 from mpidp.world.world import World
 

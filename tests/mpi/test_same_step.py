@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812  # the name every PyTorch pro
 
 import mpidp
 from mpidp.errors import MismatchError, MpidpError
-from mpidp.hdf5.batches.batch import Batch
+from mpidp.hdf5.batch import Batch
 
 pytestmark = pytest.mark.mpi(min_size=2)
 REDUCERS = [("naive", False), ("flat", True), ("node", False), ("staged", False)]

@@ -9,8 +9,9 @@ import pytest
 
 import mpidp
 from mpidp.errors import DataError
-from mpidp.hdf5.staging import staging, verified_copy
-from mpidp.hdf5.staging.staging import Staging
+from mpidp.hdf5.modes.source import stage as staging
+from mpidp.hdf5.modes.source import stage as verified_copy
+from mpidp.hdf5.modes.stage import Staging
 
 SHARED_MEMORY = Path("/dev/shm")
 SIZES = (10_000, 1, 0, 4_321)

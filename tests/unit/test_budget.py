@@ -9,7 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpidp.hdf5.batches.budget import (
+from mpidp.hdf5.files.dataset import DataSet
+from mpidp.hdf5.files.describe import describe
+from mpidp.hdf5.loader import HDF5Loader
+from mpidp.hdf5.memory_budget import (
     MOST_NODE_BYTES,
     amplification,
     choose_mixing,
@@ -17,9 +20,6 @@ from mpidp.hdf5.batches.budget import (
     resources,
     warnings_about,
 )
-from mpidp.hdf5.files.dataset import DataSet
-from mpidp.hdf5.files.describe import describe
-from mpidp.hdf5.loader import HDF5Loader
 from mpidp.hdf5.order.order import Order
 from mpidp.hdf5.rows.lane_gather import number_of_slots
 

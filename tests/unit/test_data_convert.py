@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpidp.errors import DataError
-from mpidp.hdf5.write.write import NewDataset, encode
-from mpidp.hdf5.write.write_filters import LEVELS, Filters, parse_filters
+from mpidp.hdf5.write import LEVELS, Filters, NewDataset, encode, parse_filters
 from mpidp.tools.convert.hdf5 import HDF5Source
 from mpidp.tools.convert.make import SyntheticSource
 from mpidp.tools.convert.plan import Layout, default_chunk_rows, make_plan

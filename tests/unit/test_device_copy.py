@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from mpidp.hdf5.batches.device_copy import DeviceCopier
-from mpidp.hdf5.batches.ring import BatchRing
 from mpidp.hdf5.decode.field import Field
+from mpidp.hdf5.prefetch import BatchRing
+from mpidp.hdf5.transform import DeviceCopier
 
 
 class FakeEvent:

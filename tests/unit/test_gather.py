@@ -13,16 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpidp.hdf5.batches.assemble import assemble
-from mpidp.hdf5.batches.budget import resources
-from mpidp.hdf5.batches.ring import BatchRing
 from mpidp.hdf5.decode.field import Field
 from mpidp.hdf5.files.dataset import Rows
 from mpidp.hdf5.files.describe import describe
-from mpidp.hdf5.order.lanes import LanePlan, Piece
-from mpidp.hdf5.order.order import Order
+from mpidp.hdf5.memory_budget import resources
+from mpidp.hdf5.modes.stream import assemble
+from mpidp.hdf5.order.order import Order, Share
+from mpidp.hdf5.order.plan import LanePlan, Piece
 from mpidp.hdf5.order.split import Split
-from mpidp.hdf5.order.steps import Share
+from mpidp.hdf5.prefetch import BatchRing
 from mpidp.hdf5.rows.lane_gather import GroupStore, LaneGatherer, number_of_slots
 from mpidp.hdf5.rows.pieces import Selection
 
@@ -158,7 +157,7 @@ def test_steps_of_real_files(
     rank, position = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, order.num_samples - 1))
     use = resources(order, selection.dataset.row_bytes, memory, 2, size, rank)
     ring = BatchRing(selection.dataset.fields, batch, 4, torch.device("cpu"))
-    with patch("mpidp.hdf5.batches.assemble._PART_BYTES", 1 if parts else 2**20):
+    with patch("mpidp.hdf5.modes.stream._PART_BYTES", 1 if parts else 2**20):
         made = assemble(selection, order, Share(0, position, size, rank), ring, use)
         steps = [next(made) for _ in range(min(12, order.steps(position) + 2))]
     starts = np.cumsum(selection.chunk_rows) - selection.chunk_rows

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812  # the name every PyTorch program gives it
 
 from mpidp.errors import DataError, MismatchError
-from mpidp.hdf5.batches.batch import Batch
+from mpidp.hdf5.batch import Batch
 from mpidp.hdf5.files.dataset import Rows
 from mpidp.hdf5.loader import HDF5Loader
 from mpidp.hdf5.order.order import Shuffle
@@ -394,7 +394,7 @@ def test_slow_full_shuffle_is_announced(tmp_path: Path) -> None:
 @pytest.fixture(autouse=True, params=["by a thread", "by the caller"])
 def maker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Who makes the batches: a thread where they are large, the caller where they are small. All holds for both."""
-    monkeypatch.setattr("mpidp.hdf5.batches.source.INLINE_BYTES", -1 if request.param == "by a thread" else 2**20)
+    monkeypatch.setattr("mpidp.hdf5.modes.source.INLINE_BYTES", -1 if request.param == "by a thread" else 2**20)
     return str(request.param)
 
 

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpidp.errors import DataError
-from mpidp.hdf5.order.bijection import Bijection
-from mpidp.hdf5.order.keyed import permutation, words
-from mpidp.hdf5.order.lanes import LanePlan, automatic_lanes
+from mpidp.hdf5.order.keyed import Bijection, permutation, words
 from mpidp.hdf5.order.order import Order, Shuffle
+from mpidp.hdf5.order.plan import LanePlan, automatic_lanes
 
 SIZES = (1, 2, 3, 5, 7, 8, 64)
 SHUFFLES: tuple[Shuffle, ...] = ("lanes", "full", "none")

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpidp.hdf5.order.lanes import LanePlan
-from mpidp.hdf5.order.order import Order, Shuffle
-from mpidp.hdf5.order.order_rows import PlanRows
+from mpidp.hdf5.order.order import Order, PlanRows, Shuffle
+from mpidp.hdf5.order.plan import LanePlan
 
 SHUFFLES: tuple[Shuffle, ...] = ("lanes", "full", "none")
 

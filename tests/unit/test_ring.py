@@ -8,9 +8,9 @@ import h5py
 import numpy as np
 import torch
 
-from mpidp.hdf5.batches.ring import BatchRing
 from mpidp.hdf5.decode.field import Field
 from mpidp.hdf5.loader import HDF5Loader
+from mpidp.hdf5.prefetch import BatchRing
 
 CPU = torch.device("cpu")
 FIELDS = (Field("x", (3,), np.dtype("f4")), Field("y", (), np.dtype("i8")))

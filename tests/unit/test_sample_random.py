@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpidp.errors import DataError
-from mpidp.hdf5.batches.sample_random import SampleRandom
-from mpidp.hdf5.batches.transform import transform_batch, transform_samples, wants_random
 from mpidp.hdf5.loader import HDF5Loader
+from mpidp.hdf5.transform import SampleRandom, transform_batch, transform_samples, wants_random
 
 CPU = torch.device("cpu")
 

@@ -16,9 +16,11 @@ import numpy as np
 import pytest
 
 from mpidp.errors import DataError
-from mpidp.hdf5.staging import staged_folder, staging, verified_copy
-from mpidp.hdf5.staging.staged_folder import staged_root
-from mpidp.hdf5.staging.staging import Staging, choose_folder
+from mpidp.hdf5.modes.source import stage as staging
+from mpidp.hdf5.modes.source import stage as verified_copy
+from mpidp.hdf5.modes.source import stage_folder as staged_folder
+from mpidp.hdf5.modes.stage import Staging, choose_folder
+from mpidp.hdf5.modes.stage_folder import staged_root
 from mpidp.world.filesystem import file_system
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -245,7 +247,7 @@ def test_the_folder_of_somebody_else(node: Path, tmp_path: Path) -> None:
 
 PROGRAM = """
 import os, sys, time
-from mpidp.hdf5.staging.staging import Staging
+from mpidp.hdf5.modes.stage import Staging
 copies = Staging(sys.argv[2:], folder=sys.argv[1])
 print(*copies.paths.values(), flush=True)
 what = sys.stdin.readline().strip()
@@ -342,7 +344,7 @@ def test_waiting_for_another_process(node: Path) -> None:
     """Who waits for the lock of a folder that is then removed makes a new one."""
     root = staged_root(node)
     program = (
-        f"import time; from pathlib import Path; from mpidp.hdf5.staging.staged_folder import locked\n"
+        f"import time; from pathlib import Path; from mpidp.hdf5.modes.stage_folder import locked\n"
         f"with locked(Path({str(root)!r})): print(1, flush=True); time.sleep(0.5)"
     )
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)

@@ -1,19 +1,21 @@
-"""Enters: chunk row counts, a seed, how to shuffle. Leaves: the order of the samples in every epoch.
+"""The order of the samples in every epoch, and the steps that ranks take through it.
 
 Which samples form a global batch depends on (seed, epoch, lanes, mixing_chunks, global_batch) and never on
 the number of ranks; each sample comes exactly once an epoch; every rank takes the same number of steps; and
 one integer, the number of global samples consumed, is all that resuming needs. Only NumPy is imported here.
 """
 
+import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal, get_args
 
 import numpy as np
 
 from mpidp.errors import DataError
 from mpidp.hdf5.order.keyed import IntArray, check_seed
-from mpidp.hdf5.order.lanes import LanePlan
-from mpidp.hdf5.order.plan import EpochPlan, FilePlan, FullPlan
+from mpidp.hdf5.order.plan import EpochPlan, FilePlan, FullPlan, LanePlan
 
 Shuffle = Literal["lanes", "full", "none"]
 
@@ -83,3 +85,188 @@ class Order:
         if self.shuffle == "full":
             return FullPlan(self.num_samples, self.global_batch, self.seed, epoch)
         return LanePlan(self.chunk_rows, self.global_batch, self.seed, epoch, self.lanes, self.mixing_chunks)
+
+
+class PlanRows:
+    """`plan.rows` for batch after batch, at a cost in proportion to them.
+
+    `EpochPlan.rows` may be asked for any sample, and draws the permutation of each sample's group anew. This is
+    `plan.rows`, with the permutations of the current groups of those lanes kept that were asked for.
+
+    They take 8 bytes for each row of these groups.
+    """
+
+    def __init__(self, plan: EpochPlan) -> None:
+        self._plan = plan
+        if isinstance(plan, LanePlan):
+            self._lanes = _LaneRows(plan)
+
+    def __call__(self, indices: IntArray) -> IntArray:
+        """Return the row (int64) of each global index, as `plan.rows` does."""
+        return self._lanes(indices) if isinstance(self._plan, LanePlan) else self._plan.rows(indices)
+
+
+class _LaneRows:
+    """The rows of the current group of each lane, in the order of the epoch."""
+
+    def __init__(self, plan: LanePlan) -> None:
+        self._plan = plan
+        self._slots = np.full(plan.lanes, -1, dtype=np.int64)  # of each lane, in what follows
+        self._group = np.empty(0, dtype=np.int64)
+        self._rows = np.empty((0, plan.largest_group), dtype=np.int64)
+
+    def __call__(self, indices: IntArray) -> IntArray:
+        """Return the row of each global index."""
+        spots = self._plan.spots(indices)
+        groups = self._plan.groups(spots)
+        offsets = spots - self._plan.group_start(groups)
+        lanes = np.asarray(indices, dtype=np.int64) % self._plan.lanes
+        slots = self._find_slots(lanes)
+        rows = np.empty(len(spots), dtype=np.int64)
+        pending = np.arange(len(spots))
+        while pending.size:
+            # The first pending sample of each lane says which group comes next there.
+            needed, first = np.unique(slots[pending], return_index=True)
+            first = pending[first]
+            for slot, group, lane in zip(needed.tolist(), groups[first].tolist(), lanes[first].tolist(), strict=True):
+                if self._group[slot] != group:
+                    self._load(slot, group, lane)
+            held = groups[pending] == self._group[slots[pending]]
+            ready, pending = pending[held], pending[~held]
+            rows[ready] = self._rows[slots[ready], offsets[ready]]
+        return rows
+
+    def _find_slots(self, lanes: IntArray) -> IntArray:
+        """Return where the group of each lane is kept, making room for lanes that are new."""
+        new = np.unique(lanes[self._slots[lanes] < 0])
+        if new.size:
+            self._slots[new] = len(self._group) + np.arange(new.size)
+            self._group = np.append(self._group, np.full(new.size, -1))
+            room = np.empty((new.size, self._rows.shape[1]), dtype=np.int64)
+            self._rows = np.concatenate([self._rows, room])
+        return self._slots[lanes]
+
+    def _load(self, slot: int, group: int, lane: int) -> None:
+        start, stop = self._plan.group_start(np.array([group, group + 1])).tolist()
+        first = start - int(self._plan.spots(np.array([lane]))[0])
+        places = np.arange(first, first + stop - start, dtype=np.int64)
+        self._rows[slot, : stop - start] = self._plan.rows(lane + self._plan.lanes * places)
+        self._group[slot] = group
+
+
+# A bijection costs the same for one row and for hundreds: so those of some steps are computed at once.
+_STEPS_AT_ONCE = 32
+
+
+@dataclass(frozen=True)
+class Share:
+    """What `rank` of `size` reads, from `position` in `epoch` on."""
+
+    epoch: int
+    position: int
+    size: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """The step [start, stop) of an epoch, in global samples."""
+
+    epoch: int
+    start: int
+    stop: int
+
+
+def steps(order: Order, share: Share) -> Iterator[Step]:
+    """Yield the steps from `share` on without end: epoch follows epoch, so that the next is read ahead of its start."""
+    epoch, position = share.epoch, share.position
+    while True:
+        end = order.end(position)
+        while position < end:
+            stop = min(position + order.global_batch, end)
+            yield Step(epoch, position, stop)
+            position = stop
+        epoch, position = epoch + 1, 0
+
+
+def step_rows(order: Order, share: Share) -> Iterator[tuple[Step, IntArray]]:
+    """Yield each step from `share` on, without end, with the selected rows (int64) that the rank has in it."""
+    endless = steps(order, share)
+    plan, planned = order.plan(share.epoch), share.epoch
+    rows_of = PlanRows(plan)
+    while True:
+        coming = list(islice(endless, _STEPS_AT_ONCE))
+        for epoch in sorted({step.epoch for step in coming}):
+            if epoch != planned:
+                plan, planned = order.plan(epoch), epoch
+                rows_of = PlanRows(plan)
+            own = [step for step in coming if step.epoch == epoch]
+            indices = [plan.local_indices(step.start, share.size, share.rank) for step in own]
+            rows = rows_of(np.concatenate(indices))
+            yield from zip(own, np.split(rows, np.cumsum([len(each) for each in indices])[:-1]), strict=True)
+
+
+log = logging.getLogger("mpidp")
+
+
+class Passes:
+    """Passes over the epochs of an order, one after the other, at one position in the current one."""
+
+    order: Order
+
+    def __init__(self) -> None:
+        self._epoch = 0
+        self._position = 0
+        self._continues = False  # the next pass goes on from the position because someone asked for it
+        self._told = False
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch, over all ranks."""
+        return self.order.num_samples
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch, counted from 0."""
+        return self._epoch
+
+    @property
+    def position(self) -> int:
+        """Global samples of the current epoch that were handed out."""
+        return self._position
+
+    @property
+    def remaining_steps(self) -> int:
+        """Steps from the position to the end of the current epoch."""
+        return self.order.steps(self._position)
+
+    def __len__(self) -> int:
+        """Return the number of steps of a whole epoch."""
+        return self.order.steps()
+
+    def _begin_pass(self, over: str, name: str, speaks: bool) -> None:
+        """Choose where a pass begins: behind the position only in a shuffled order, or if someone asked for it.
+
+        over: what the loop is over, for the message. name: of the variable that holds it, likewise. speaks: whether
+        this rank says that a pass goes on which was left.
+        """
+        if not self.remaining_steps:
+            self._finish_epoch()
+        if self._position and not self._continues:
+            if self.order.shuffle == "none":
+                self._position = 0
+            elif not self._told and speaks:
+                self._told = True
+                log.warning(
+                    "the loop over %s goes on behind the %s of %s samples of epoch %d that the last loop was handed "
+                    "before it was left; %s.restart() before a loop begins the epoch anew",
+                    over,
+                    f"{self._position:,}",
+                    f"{self.num_samples:,}",
+                    self._epoch,
+                    name,
+                )
+        self._continues = False
+
+    def _finish_epoch(self) -> None:
+        self._epoch, self._position = self._epoch + 1, 0

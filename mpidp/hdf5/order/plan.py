@@ -1,16 +1,17 @@
-"""Enters: global sample numbers of one epoch. Leaves: row numbers, and which of them belong to a rank.
+"""The order of one epoch: rows as they lie in the file, permuted as a whole, or shuffled in lanes.
 
-Three plans share this interface: rows in lanes (`lanes.py`), rows as they lie in the file, and rows permuted
-as a whole (`bijection.py`). All hold memory in proportion to chunks, never to rows.
+All plans hold memory in proportion to chunks, never to rows. In lanes, chunks are permuted whole and laid end to end;
+the line is cut into lanes of equal length; inside a lane rows are permuted within groups of a few chunks. Global
+index i is place i // lanes of lane i % lanes, so a batch mixes all lanes, while a reader of one lane holds one group.
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import numpy as np
 
 from mpidp.errors import DataError
-from mpidp.hdf5.order.bijection import Bijection
-from mpidp.hdf5.order.keyed import IntArray
+from mpidp.hdf5.order.keyed import CHUNKS, FIRST_GROUP, GROUP_ROWS, Bijection, IntArray, permutation, words
 
 
 class EpochPlan(ABC):
@@ -69,3 +70,148 @@ class FullPlan(FilePlan):
     def rows(self, indices: IntArray) -> IntArray:
         """Return the row (int64) that the bijection gives each global index."""
         return self._bijection(indices)
+
+
+_MOST_LANES = 64
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows [start, stop) of a chunk, counted from the chunk's first row."""
+
+    chunk: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Rows that are permuted together: place k holds row permutation[k] of its pieces laid end to end."""
+
+    pieces: tuple[Piece, ...]
+    permutation: IntArray
+
+
+class LanePlan(EpochPlan):
+    """The order "lanes" of one epoch. *Spot* below: a row's place on the line of all permuted chunks."""
+
+    def __init__(
+        self, chunk_rows: IntArray, global_batch: int, seed: int, epoch: int, lanes: int, mixing_chunks: int
+    ) -> None:
+        super().__init__(int(chunk_rows.sum()), global_batch)
+        self.lanes = lanes
+        self._seed, self._epoch = seed, epoch
+        self._row_starts = np.cumsum(chunk_rows) - chunk_rows
+        self._chunks = permutation(len(chunk_rows), seed, CHUNKS, epoch)
+        self._chunk_spots = np.concatenate(([0], np.cumsum(chunk_rows[self._chunks])))
+        self._lane_spots = _even_cuts(self.num_samples, lanes)
+        # Cutting at chunk ends and at lane ends gives pieces; chunks without rows give none.
+        self._piece_spots = np.union1d(self._chunk_spots, self._lane_spots)
+        self._group_pieces, self._lane_groups = self._form_groups(mixing_chunks)
+        self._group_spots = self._piece_spots[self._group_pieces]
+
+    def _form_groups(self, mixing_chunks: int) -> tuple[IntArray, IntArray]:
+        """Return the first piece of each group and the first group of each lane, each with the end added."""
+        num_pieces = len(self._piece_spots) - 1
+        lane_pieces = np.searchsorted(self._piece_spots, self._lane_spots)
+        first_length = words(self.lanes, self._seed, FIRST_GROUP, self._epoch) % np.uint64(mixing_chunks)
+        # Piece number j of a lane opens a group at j = 0, f, f + K, f + 2K, ... with f in 1..K.
+        number = np.arange(num_pieces) - np.repeat(lane_pieces[:-1], np.diff(lane_pieces))
+        first = np.repeat(first_length.astype(np.int64) + 1, np.diff(lane_pieces))
+        opens = np.flatnonzero((number == 0) | ((number >= first) & ((number - first) % mixing_chunks == 0)))
+        lane_groups = np.searchsorted(opens, lane_pieces)
+        return np.append(opens, num_pieces), lane_groups
+
+    def rows(self, indices: IntArray) -> IntArray:
+        """Return the row (int64) of each global index."""
+        spots = self.spots(indices)
+        groups = self.groups(spots)
+        by_group = np.argsort(groups, kind="stable")
+        numbers, firsts = np.unique(groups[by_group], return_index=True)
+        for group, inside in zip(numbers, np.split(by_group, firsts[1:]), strict=False):
+            start = self._group_spots[group]
+            spots[inside] = start + self._group_permutation(int(group))[spots[inside] - start]
+        return self._row_at(spots)
+
+    def local_indices(self, position: int, size: int, rank: int) -> IntArray:
+        """Return what `rank` reads: lane l belongs to rank l mod size.
+
+        With more ranks than lanes, the ranks r with r mod lanes = l take the places of lane l in turn.
+        """
+        start, stop = self.step(position)
+        indices = np.arange(start, stop, dtype=np.int64)
+        if size == 1:
+            return indices
+        lane, place = indices % self.lanes, indices // self.lanes
+        if size <= self.lanes:
+            own = lane % size == rank
+        else:
+            sharers = len(range(rank % self.lanes, size, self.lanes))
+            own = (lane == rank % self.lanes) & (place % sharers == rank // self.lanes)
+        local: IntArray = indices[own]
+        return local
+
+    def spots(self, indices: IntArray) -> IntArray:
+        """Return where each global index lies on the line of permuted chunks, before rows are permuted."""
+        indices = np.asarray(indices, dtype=np.int64)
+        spots: IntArray = self._lane_spots[indices % self.lanes] + indices // self.lanes
+        return spots
+
+    def groups(self, spots: IntArray) -> IntArray:
+        """Return the number of the group that each spot lies in, counted over all lanes."""
+        numbers: IntArray = np.searchsorted(self._group_spots, spots, side="right") - 1
+        return numbers
+
+    def group_start(self, groups: IntArray) -> IntArray:
+        """Return the first spot of each of `groups`."""
+        starts: IntArray = self._group_spots[groups]
+        return starts
+
+    def lane_groups(self, lane: int) -> tuple[IntArray, IntArray, IntArray]:
+        """Return the groups of a lane in order, and the first place and the end of each (int64)."""
+        groups = np.arange(self._lane_groups[lane], self._lane_groups[lane + 1], dtype=np.int64)
+        start = self._lane_spots[lane]
+        return groups, self._group_spots[groups] - start, self._group_spots[groups + 1] - start
+
+    @property
+    def largest_group(self) -> int:
+        """The number of rows of the largest group of this epoch."""
+        return int(np.diff(self._group_spots).max())
+
+    def group(self, group: int) -> Group:
+        """Return the pieces and the permutation of a group, numbered as by `groups`."""
+        pieces = range(self._group_pieces[group], self._group_pieces[group + 1])
+        return Group(tuple(self._piece(piece) for piece in pieces), self._group_permutation(group))
+
+    def _piece(self, piece: int) -> Piece:
+        start, stop = int(self._piece_spots[piece]), int(self._piece_spots[piece + 1])
+        slot = int(np.searchsorted(self._chunk_spots, start, side="right")) - 1
+        begin = int(self._chunk_spots[slot])
+        return Piece(int(self._chunks[slot]), start - begin, stop - begin)
+
+    def _group_permutation(self, group: int) -> IntArray:
+        lane = int(np.searchsorted(self._lane_groups, group, side="right")) - 1
+        count = int(self._group_spots[group + 1] - self._group_spots[group])
+        number = group - int(self._lane_groups[lane])
+        return permutation(count, self._seed, GROUP_ROWS, self._epoch, lane, number)
+
+    def _row_at(self, spots: IntArray) -> IntArray:
+        slot = np.searchsorted(self._chunk_spots, spots, side="right") - 1
+        return self._row_starts[self._chunks[slot]] + spots - self._chunk_spots[slot]
+
+
+def automatic_lanes(num_rows: int, chunk_bytes: float, mixing_chunks: int, most_bytes: int = 2**30) -> int:
+    """Return the largest power of two of lanes within 64, one a row, and `most_bytes` of groups over all ranks.
+
+    `chunk_bytes` is the mean size in memory of a chunk of rows. The number of ranks has no say, so that the
+    order of the samples does not depend on it.
+    """
+    group_bytes = max(1, mixing_chunks) * chunk_bytes  # Order refuses a depth below 1, and says so
+    limit = min(_MOST_LANES, num_rows, int(most_bytes / group_bytes))
+    return 1 << (max(1, limit).bit_length() - 1)
+
+
+def _even_cuts(count: int, parts: int) -> IntArray:
+    """Return the parts + 1 edges that cut [0, count) into parts of ceil((count - part) / parts) each."""
+    part = np.arange(parts + 1, dtype=np.int64)
+    return part * (count // parts) + np.minimum(part, count % parts)

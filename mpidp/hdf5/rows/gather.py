@@ -12,7 +12,7 @@ import numpy as np
 from mpidp.hdf5.decode.cache import Cache
 from mpidp.hdf5.files.dataset import Rows
 from mpidp.hdf5.order.keyed import IntArray
-from mpidp.hdf5.order.lanes import Piece
+from mpidp.hdf5.order.plan import Piece
 from mpidp.hdf5.rows.pieces import PieceReader
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpidp.hdf5.files.dataset import Rows
 from mpidp.hdf5.order.keyed import IntArray
-from mpidp.hdf5.order.lanes import LanePlan
+from mpidp.hdf5.order.plan import LanePlan
 from mpidp.hdf5.rows.pieces import PieceReader
 from mpidp.world.status import status
 

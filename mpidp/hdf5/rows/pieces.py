@@ -8,7 +8,7 @@ import numpy as np
 
 from mpidp.hdf5.files.dataset import DataSet, Rows
 from mpidp.hdf5.order.keyed import IntArray
-from mpidp.hdf5.order.lanes import Piece
+from mpidp.hdf5.order.plan import Piece
 from mpidp.hdf5.order.split import Part, Split
 from mpidp.hdf5.rows.rows import CACHE_BYTES, LARGE_ROW_BYTES, RowReader, reads_single_rows
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mpidp.errors import ConfigError, DataError
 from mpidp.hdf5.files.file import open_file
-from mpidp.hdf5.write.write import EncodedChunk, encode, write_file
+from mpidp.hdf5.write import EncodedChunk, encode, write_file
 from mpidp.tools.convert.plan import Layout, Plan, Task, make_plan
 from mpidp.tools.convert.source import Source
 from mpidp.tools.table import size_text

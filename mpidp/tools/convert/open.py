@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mpidp.errors import ConfigError, DataError
 from mpidp.hdf5.order.keyed import check_seed
-from mpidp.hdf5.write.write_filters import parse_filters
+from mpidp.hdf5.write import parse_filters
 from mpidp.tools.convert.arrays import open_npy, open_npz
 from mpidp.tools.convert.convert import convert
 from mpidp.tools.convert.csv import CsvSource

@@ -7,10 +7,8 @@ from functools import cached_property
 import numpy as np
 
 from mpidp.errors import ConfigError, DataError
-from mpidp.hdf5.order.bijection import Bijection
-from mpidp.hdf5.order.keyed import IntArray
-from mpidp.hdf5.write.write import MOST_CHUNK_BYTES, NewDataset
-from mpidp.hdf5.write.write_filters import Filters
+from mpidp.hdf5.order.keyed import Bijection, IntArray
+from mpidp.hdf5.write import MOST_CHUNK_BYTES, Filters, NewDataset
 from mpidp.tools.convert.source import Source, SourceField
 
 DEFAULT_CHUNK_BYTES = 512 << 10

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mpidp.hdf5.copy import Template
 from mpidp.hdf5.order.keyed import IntArray
-from mpidp.hdf5.write.copy import Template
 
 Values = dict[str, npt.NDArray[Any]]
 

@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidp.errors import DataError
+from mpidp.hdf5.copy import is_fixed_size
 from mpidp.hdf5.files.damage import HDF5_ERRORS
 from mpidp.hdf5.files.dangling import natural, walk
 from mpidp.hdf5.files.raw import raw_block
 from mpidp.hdf5.order.keyed import IntArray
-from mpidp.hdf5.write.copy import is_fixed_size
 from mpidp.printable import listed
 from mpidp.tools.convert.source import SourceField
 

@@ -1,15 +1,15 @@
-"""Enters: the size of the data, the memory of a node. Leaves: the order by default, and what reading may hold.
+"""What reading may hold in memory, and the kind of order, lanes and mixing depth that follow from it.
 
-The kind of order, lanes and mixing depth decide which samples form a batch, so they follow from the data, the global
-batch and what one node has, never from the number of ranks.
+The latter decide which samples form a batch, so they follow from the data, the global batch and what one node has,
+never from the number of ranks.
 """
 
 import math
 from dataclasses import dataclass
 
 from mpidp.hdf5.files.dataset import DataSet
-from mpidp.hdf5.order.lanes import automatic_lanes
 from mpidp.hdf5.order.order import Order, Shuffle
+from mpidp.hdf5.order.plan import automatic_lanes
 from mpidp.hdf5.rows.lane_gather import number_of_slots
 from mpidp.hdf5.rows.rows import CACHE_BYTES, LARGE_ROW_BYTES, reads_single_rows
 

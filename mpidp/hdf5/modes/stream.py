@@ -1,6 +1,6 @@
-"""Enters: selected rows, the order of every epoch, a rank. Leaves: the rank's samples of each step, as tensors.
+"""The mode `stream`: rows read from the files ahead of their step, by threads that decode.
 
-Runs in the prefetch thread and in a pool of threads that decode; calls no MPI.
+`assemble` runs in the prefetch thread and in a pool of threads that decode; nothing here calls MPI.
 """
 
 from collections import deque
@@ -12,14 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mpidp.hdf5.batches.budget import Resources
-from mpidp.hdf5.batches.ring import BatchRing
 from mpidp.hdf5.decode.field import Field
 from mpidp.hdf5.files.dataset import Rows
+from mpidp.hdf5.memory_budget import Resources
 from mpidp.hdf5.order.keyed import IntArray
-from mpidp.hdf5.order.lanes import LanePlan
-from mpidp.hdf5.order.order import Order
-from mpidp.hdf5.order.steps import Share, Step, step_rows, steps
+from mpidp.hdf5.order.order import Order, Share, Step, step_rows, steps
+from mpidp.hdf5.order.plan import LanePlan
+from mpidp.hdf5.prefetch import BatchRing
 from mpidp.hdf5.rows.gather import RowGatherer
 from mpidp.hdf5.rows.lane_gather import GroupStore, LaneGatherer
 from mpidp.hdf5.rows.pieces import PieceReader, Selection

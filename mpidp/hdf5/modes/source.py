@@ -1,21 +1,30 @@
-"""Enters: selected rows, their order. Leaves: this rank's samples of each step, from files or from memory.
+"""The sources of a loader's rows, one for each mode.
 
 Where rows come from never changes which samples form a step. A source serves one stretch of steps at a time.
 """
 
-from collections.abc import Callable, Generator
-from functools import partial
-from typing import Literal, Protocol
+from __future__ import annotations
 
-from mpidp.hdf5.batches.assemble import Assembled, assemble, tensors_of
-from mpidp.hdf5.batches.budget import Resources
-from mpidp.hdf5.batches.prefetch import Prefetcher
-from mpidp.hdf5.batches.ring import BatchRing
+from collections.abc import Callable, Generator
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
+
+from mpidp.errors import DataError
 from mpidp.hdf5.files.dataset import Rows
+from mpidp.hdf5.memory_budget import Resources
+from mpidp.hdf5.modes.stream import Assembled, assemble, tensors_of
 from mpidp.hdf5.order.keyed import IntArray
-from mpidp.hdf5.order.order import Order
-from mpidp.hdf5.order.steps import Share, step_rows
-from mpidp.hdf5.rows.pieces import Selection
+from mpidp.hdf5.order.order import Order, Share, step_rows
+from mpidp.hdf5.prefetch import BatchRing, Prefetcher
+from mpidp.hdf5.rows.pieces import PieceReader, Selection
+
+if TYPE_CHECKING:
+    from mpidp.hdf5.modes.stage import Staging
+    from mpidp.world.world import World
+
 
 INLINE_BYTES = 2**20
 
@@ -138,3 +147,68 @@ class MemorySource:
     def _ask(self, numbers: IntArray) -> None:
         self._memory.start(numbers)
         self._asked = True
+
+
+class Source(Protocol):
+    """Where rows come from; batches lie in the memory of `ring`."""
+
+    ring: BatchRing
+
+    @property
+    def line(self) -> str:
+        """What it does, in one line."""
+
+    def steps(self, order: Order, share: Share, use: Resources) -> Stretch:
+        """Return the steps of `share`, without end. What was returned before must have been closed."""
+
+    def renew(self, ring: BatchRing) -> None:
+        """Go on with other shares and memory for batches: ranks have died. Not collective."""
+
+    def close(self) -> None:
+        """Give back memory and files. Collective where memory is shared."""
+
+
+class StagedSource(FileSource):
+    """Rows read from copies of the files on this node."""
+
+    def __init__(self, staging: Staging, selection: Selection, ring: BatchRing, depth: int) -> None:
+        staged = replace(selection, dataset=selection.dataset.moved(staging.paths))
+        super().__init__(staged, ring, depth, staging.line)
+        self._staging = staging
+
+    def close(self) -> None:
+        """Say that this process needs the copies no more."""
+        self._staging.close()
+
+
+def check_mode(mode: Mode) -> None:
+    """Raise `DataError` unless there is such a mode."""
+    if mode not in get_args(Mode):
+        raise DataError(f'mode is {mode!r}; give "stream", "node", "store" or "stage"')
+
+
+def open_source(
+    mode: Mode,
+    selection: Selection,
+    world: World | None,
+    ring: BatchRing,
+    depth: int,
+    threads: int,
+    stage_folder: str | Path | None,
+) -> Source:
+    """Return the source for a mode. Collective; in modes other than "stream" it reads or copies all data."""
+    if mode == "stream":
+        return FileSource(selection, ring, depth, "read from the files as they are needed")
+    # Importing these starts MPI, which planning a run on a login node must not.
+    if mode == "stage":
+        from mpidp.hdf5.modes.stage import Staging
+
+        return StagedSource(Staging(selection.dataset.paths, world, stage_folder), selection, ring, depth)
+    from mpidp.hdf5.modes.node import Contents, NodeMemory
+    from mpidp.hdf5.modes.store import SpreadMemory
+
+    contents = Contents.of(selection)
+    with closing(PieceReader(selection)) as reader:
+        if mode == "node":
+            return MemorySource(NodeMemory(contents, reader.read, world, threads), selection, ring, depth)
+        return MemorySource(SpreadMemory(contents, reader.read, world, threads), selection, ring, 0)

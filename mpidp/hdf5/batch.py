@@ -1,4 +1,4 @@
-"""Enters: a rank's samples of a step, as tensors. Leaves: a `Batch`, which knows its share of the step."""
+"""The samples of one step that a rank holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Enters: the rows of a data set. Leaves: their values, from the memory of all ranks, where the rows are spread.
+"""The mode `store`: all rows decoded once, spread over the memory of all ranks.
 
 Each rank decodes and holds a run of the rows. MPI is called, by the thread that calls these methods and by no other.
 """
@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpidp.hdf5.files.dataset import Rows
-from mpidp.hdf5.memory.contents import Contents, Read
-from mpidp.hdf5.memory.room import check_room
+from mpidp.hdf5.modes.node import Contents, Read, check_room
 from mpidp.hdf5.order.keyed import IntArray
 from mpidp.world import tolerance
 from mpidp.world.remote_memory import RemoteRows, Way

@@ -1,4 +1,4 @@
-"""Enters: a node-local folder. Leaves: places in it for copies of files, each there for as long as somebody uses it.
+"""Places for copies of files in a node-local folder, each there for as long as some process uses it.
 
 A place is a folder of its own. Every process that uses places keeps a lock on a mark that names them, and the kernel
 takes that lock away however the process ends. So a place that no locked mark names is a leftover, for instance of a

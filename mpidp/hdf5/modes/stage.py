@@ -1,6 +1,7 @@
-"""Enters: files on shared storage. Leaves: verified copies of them on each node, for as long as they are used.
+"""The mode `stage`: verified copies of the files on each node, for as long as they are used.
 
 The ranks of a node copy ranges of the files in parallel. Copies are shared by all loaders and jobs of a user there.
+CRC-32 tells whether the bytes read back from the disk are those that were read.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import tempfile
 import time
 import warnings
 import weakref
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,12 +20,76 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpidp.errors import DataError
-from mpidp.hdf5.staging.staged_folder import Mark, Place, Source, locked, place_of, staged_root, sweep
-from mpidp.hdf5.staging.verified_copy import copy_range
+from mpidp.hdf5.modes.stage_folder import Mark, Place, Source, locked, place_of, staged_root, sweep
 from mpidp.world.filesystem import file_system
 
 if TYPE_CHECKING:
     from mpidp.world.world import World
+
+
+_COPIED_BYTES = 8 * 2**20
+
+
+def copy_range(source: str, target: str, start: int, stop: int) -> None:
+    """Copy bytes [start, stop) of `source` to the same place in `target`, which exists.
+
+    Raises `DataError` when one cannot be read or written, and when the target holds something else afterwards.
+    """
+    block = memoryview(bytearray(min(_COPIED_BYTES, max(1, stop - start))))
+    with _open(source, os.O_RDONLY) as reading, _open(target, os.O_RDWR) as writing:
+        copied = 0
+        for at, part in _blocks(source, reading, start, stop, block):
+            copied = zlib.crc32(part, copied)
+            _write(target, writing, at, part)
+        with _named(target, "written"):
+            os.fdatasync(writing)
+        # What is still in memory would only be compared with itself.
+        os.posix_fadvise(writing, start, stop - start, os.POSIX_FADV_DONTNEED)
+        found = 0
+        for _, part in _blocks(target, writing, start, stop, block):
+            found = zlib.crc32(part, found)
+    if found != copied:
+        raise DataError(
+            f"{target}: bytes {start} to {stop - 1} have CRC-32 {found:08x} when read back, but {copied:08x} were "
+            f"copied from {source}; the disk may be failing: stage to another folder, or leave this node out"
+        )
+
+
+def _blocks(path: str, descriptor: int, start: int, stop: int, block: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Yield the bytes [start, stop) of a file, in order; each part is overwritten by the next."""
+    while start < stop:
+        with _named(path, "read"):
+            count = os.preadv(descriptor, [block[: min(len(block), stop - start)]], start)
+        if count == 0:
+            raise DataError(f"{path}: ends at byte {start}, though it had at least {stop}; something cut it off")
+        yield start, block[:count]
+        start += count
+
+
+def _write(path: str, descriptor: int, at: int, part: memoryview) -> None:
+    with _named(path, "written"):
+        while part:
+            count = os.pwrite(descriptor, part, at)
+            at, part = at + count, part[count:]
+
+
+@contextmanager
+def _open(path: str, flags: int) -> Iterator[int]:
+    with _named(path, "opened"):
+        descriptor = os.open(path, flags)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _named(path: str, what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path}: cannot be {what} while files are copied to the node: {error.strerror}") from error
+
 
 RANGE_BYTES = 64 * 2**20
 VARIABLES = ("SLURM_TMPDIR", "TMPDIR")

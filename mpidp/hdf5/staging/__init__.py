@@ -1,1 +1,0 @@
-"""Files copied to each node's own disk: the mode `stage`."""

@@ -1,1 +1,0 @@
-"""Arrays in, HDF5 files out."""
