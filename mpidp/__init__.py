@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from mpidp.hdf5.loader import HDF5Loader
     from mpidp.hdf5.shares import Shares, shares
     from mpidp.train.batch_norm.sync import SyncBatchNorm
+    from mpidp.train.elastic import Survivors
     from mpidp.train.parallel.parallel import DataParallel
     from mpidp.train.records.trace import Trace
     from mpidp.train.sharding.optimizer import ShardedOptimizer
     from mpidp.train.stop import StopSignal
-    from mpidp.train.survivors import Survivors
     from mpidp.world.start import init
     from mpidp.world.world import World
 
@@ -49,7 +49,7 @@ _HOMES = {
     "ShardedOptimizer": "mpidp.train.sharding.optimizer",
     "Shares": "mpidp.hdf5.shares",
     "StopSignal": "mpidp.train.stop",
-    "Survivors": "mpidp.train.survivors",
+    "Survivors": "mpidp.train.elastic",
     "SyncBatchNorm": "mpidp.train.batch_norm.sync",
     "Trace": "mpidp.train.records.trace",
     "World": "mpidp.world.world",

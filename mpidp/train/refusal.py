@@ -16,7 +16,7 @@ from mpidp.config import RunConfig
 from mpidp.errors import DataError, MpidpError
 from mpidp.train.batch_norm.too_few import explain_batch_norm
 from mpidp.train.parallel.parallel import DataParallel
-from mpidp.world import tolerance
+from mpidp.world import communicators
 from mpidp.world.abort import MEMORY_ADVICE, SHARED_MARK, is_out_of_memory
 from mpidp.world.status import status
 
@@ -40,7 +40,7 @@ def explain(
     Returns:
         None where `error` should go its own way, which may have a note by now.
     """
-    if getattr(error, SHARED_MARK, False) or tolerance.is_survived(error):
+    if getattr(error, SHARED_MARK, False) or communicators.is_survived(error):
         return None
     if is_out_of_memory(error):
         return _out_of_memory(error, model, fields)

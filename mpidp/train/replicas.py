@@ -19,7 +19,7 @@ from mpidp.train.bits import Piece, cut, flat, sum_of_bits
 from mpidp.train.broadcast import broadcast_tensor
 from mpidp.train.signature import check_same
 from mpidp.world.abort import SHARED_MARK
-from mpidp.world.equality import DelayedEquality
+from mpidp.world.agreement import DelayedEquality
 from mpidp.world.world import World
 
 EVERY_STEPS = 100

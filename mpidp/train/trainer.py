@@ -21,6 +21,7 @@ from mpidp.train.components.components import build_model, build_optimizer, buil
 from mpidp.train.components.data import build_loaders
 from mpidp.train.components.losses import build_loss
 from mpidp.train.components.on_end import build_on_end
+from mpidp.train.elastic import Part, Survivor, Survivors
 from mpidp.train.parallel.remembered_reducer import remember, wrap
 from mpidp.train.records.metrics import MetricsFile, Tally
 from mpidp.train.records.progress import Progress
@@ -34,8 +35,6 @@ from mpidp.train.sharding.optimizer import ShardedOptimizer
 from mpidp.train.signature import check_same
 from mpidp.train.stop import StopSignal
 from mpidp.train.summary import describe_epoch, describe_newest, describe_start, describe_stop, summarise
-from mpidp.train.survivor import Survivor
-from mpidp.train.survivors import Part, Survivors
 from mpidp.world.abort import MEMORY_ADVICE, is_out_of_memory
 from mpidp.world.cores import warn_of_cores
 from mpidp.world.start import init

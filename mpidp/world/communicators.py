@@ -1,17 +1,27 @@
-"""Communicators as this package makes them in; all that are open out, so that they can be revoked together.
+"""Communicators whose blocking calls the watchdog sees, and what becomes of them when a rank dies.
 
-A rank that leaves a collective because another one died must free those that wait for itself, in whatever call on
-whatever communicator they are.
+MPI's user-level failure mitigation (ULFM, in the MPI standard's terms: process fault tolerance) turns the death of a
+rank into an error of the calls that need it. Open MPI 5 has it when `mpiexec --with-ft ulfm` starts the job.
+A rank that leaves a collective for that reason must free those that wait for itself, in whatever call on whatever
+communicator they are: so all that are open are known here, and are revoked together.
 """
 
-from mpidp.world.mpi import MPI
+from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
+from typing import Any, TypeVar, cast
 
+from mpidp.world import mpi
+from mpidp.world.mpi import MPI
+from mpidp.world.status import status
+
+T = TypeVar("T", bound=MPI.Comm)
 _open: dict[int, MPI.Comm] = {}
 
 
-def opened(comm: MPI.Comm) -> None:
-    """A communicator was made."""
+def opened(comm: T) -> T:
+    """A communicator was made; it is returned."""
     _open[id(comm)] = comm
+    return comm
 
 
 def closed(comm: MPI.Comm) -> None:
@@ -43,3 +53,115 @@ def revoke_all() -> None:
 def forget_all() -> None:
     """They stay allocated: to free a communicator needs all its ranks. Not collective."""
     _open.clear()
+
+
+# Set by Open MPI's launcher; the library reads it as well.
+FT_VARIABLE = "OMPI_MCA_mpi_ft_enable"
+FT_LIBRARY = "Open MPI v5"
+
+_is_elastic = False
+
+
+def why_not(environment: Mapping[str, str], library: str, ends_mpi: bool) -> str:
+    """Why a job cannot go on without a rank, or "" if it can. Pure.
+
+    Args:
+        environment: of this process.
+        library: version text of the MPI library.
+        ends_mpi: whether the end of MPI is left to this package.
+    """
+    name = library.splitlines()[0].strip("\0 ") if library else "this MPI"
+    if not library.startswith(FT_LIBRARY):
+        return f"{name} does not survive the death of a rank; Open MPI 5 does, under `mpiexec --with-ft ulfm`"
+    if environment.get(FT_VARIABLE, "").lower() not in ("1", "true", "yes"):
+        return f"{name} was started without fault tolerance; start the job with `mpiexec --with-ft ulfm`"
+    if not ends_mpi:
+        return "mpi4py was imported before mpidp, and its end of MPI waits for dead ranks; import mpidp first"
+    return ""
+
+
+def be_elastic() -> None:
+    """From now on the death of a rank does not end the job. Not collective.
+
+    MPI is then not ended: `MPI_Finalize` sometimes waits for ever for a rank that has died, at any time before.
+    """
+    global _is_elastic
+    _is_elastic = True
+    mpi.never_end()
+
+
+def is_elastic() -> bool:
+    """Whether this process goes on when another rank dies."""
+    return _is_elastic
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether an exception, or one it came from, says that a rank died or that others have noticed so already."""
+    classes = MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED
+    return any(isinstance(one, MPI.Exception) and one.Get_error_class() in classes for one in _chain(error))
+
+
+def is_survived(error: BaseException) -> bool:
+    """Whether the exception tells of a death that this process goes on after.
+
+    Some of Open MPI's collectives (Alltoall) give an error of another class then, so an error of MPI is taken for a
+    loss as well where MPI knows of one.
+    """
+    return _is_elastic and (is_loss(error) or (any(map(_is_of_mpi, _chain(error))) and know_of_loss()))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        yield error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+
+
+def _is_of_mpi(error: BaseException) -> bool:
+    return isinstance(error, MPI.Exception)
+
+
+# The blocking calls that this package makes, or may come to make.
+NAMES = (
+    *("barrier", "Barrier", "bcast", "Bcast", "gather", "Gather", "Gatherv", "scatter", "Scatter", "Scatterv"),
+    *("allgather", "Allgather", "Allgatherv", "alltoall", "Alltoall", "Alltoallv"),
+    *("reduce", "Reduce", "allreduce", "Allreduce", "Reduce_scatter", "Reduce_scatter_block", "scan", "exscan"),
+    *("recv", "Recv", "sendrecv", "Sendrecv"),
+)
+
+
+class WatchedComm(MPI.Intracomm):
+    """`WatchedComm(comm)` is another name for the same communicator: to free one is to free both."""
+
+    def Dup(self, info: MPI.Info | None = None) -> "WatchedComm":  # noqa: N802  # MPI's name
+        """The duplicate is watched, too. Collective."""
+        return opened(WatchedComm(super().Dup(info)))
+
+    def Split(self, color: int = 0, key: int = 0) -> "WatchedComm":  # noqa: N802
+        """The parts are watched, too. Collective."""
+        return opened(WatchedComm(super().Split(color, key)))
+
+    def Split_type(self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> "WatchedComm":  # noqa: N802
+        """The parts are watched, too. Collective."""
+        return opened(WatchedComm(super().Split_type(split_type, key, info)))
+
+    def Free(self) -> None:  # noqa: N802
+        """Gives it back. Collective."""
+        closed(self)
+        super().Free()
+
+
+def _watched(name: str) -> Callable[..., Any]:
+    call = cast(Callable[..., Any], getattr(MPI.Intracomm, name))
+
+    @wraps(call)
+    def method(self: WatchedComm, *args: Any, **kwargs: Any) -> Any:
+        with status.waiting(name, self.size):
+            return call(self, *args, **kwargs)
+
+    return method
+
+
+for _name in NAMES:
+    setattr(WatchedComm, _name, _watched(_name))

@@ -10,7 +10,7 @@ import os
 import signal
 import time
 
-from mpidp.world import mpi, tolerance
+from mpidp.world import communicators, mpi
 from mpidp.world.abort import AbortGuard
 from mpidp.world.last_wait import last_wait
 from mpidp.world.mpi import ENDS_MPI, MPI
@@ -68,7 +68,7 @@ class Departure:
                         self._end_job(at_exit)
                         return
                     time.sleep(PAUSE_S)
-        if tolerance.is_on():
+        if communicators.is_elastic():
             self.watchdog.abandon()  # the last one here may meet ranks that are gone already
         else:
             self._close()
@@ -87,7 +87,7 @@ class Departure:
         try:
             return bool(request.Test())
         except MPI.Exception as error:
-            if not tolerance.is_survived(error):
+            if not communicators.is_survived(error):
                 raise
             return True
 

@@ -4,8 +4,8 @@ import sys
 from typing import NoReturn
 
 from mpidp.world import signals
+from mpidp.world.communicators import is_survived
 from mpidp.world.mpi import MPI
-from mpidp.world.tolerance import is_survived
 from mpidp.world.world import World
 
 # sysexits.h calls it EX_TEMPFAIL: try again later. Job scripts requeue on it.

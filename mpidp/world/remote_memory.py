@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from mpidp.world import tolerance
+from mpidp.world import communicators
 from mpidp.world.all_to_all import AllToAll
 from mpidp.world.mpi import MPI
 from mpidp.world.one_sided import OneSided, Window, make_window
@@ -48,7 +48,7 @@ class RemoteRows:
         num_rows = int(rows_per_rank[comm.rank])
         self._window: Window | None = None
         problem = "it was asked for" if way == "all-to-all" else ""
-        if tolerance.is_on():  # ranks may wait for ever for one that died while a window was made
+        if communicators.is_elastic():  # ranks may wait for ever for one that died while a window was made
             way, problem = "all-to-all", "windows do not survive the death of a rank"
         if comm.size > 1 and way != "all-to-all":
             self._window, problem = make_window(self._comm, num_rows * row_bytes)

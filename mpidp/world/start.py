@@ -8,6 +8,7 @@ import torch
 from mpidp.errors import LaunchError
 from mpidp.world.abort import AbortGuard
 from mpidp.world.awareness import Awareness, decide, library_hint, probe_in_child
+from mpidp.world.communicators import WatchedComm
 from mpidp.world.cores import cores_per_rank, warn_of_cores
 from mpidp.world.current import current_world, set_current_world
 from mpidp.world.device import check_not_shared, device_uuid, set_device
@@ -23,7 +24,6 @@ from mpidp.world.start_memory import cannot_share
 from mpidp.world.topology import make_topology
 from mpidp.world.watch import watch_rank
 from mpidp.world.watchdog import Watchdog
-from mpidp.world.watched_comm import WatchedComm
 from mpidp.world.world import World
 
 # Autograd runs the end of a CUDA backward pass in its own thread while the training thread waits, and that is where

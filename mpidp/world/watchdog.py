@@ -13,13 +13,13 @@ from typing import Any
 
 from mpidp.world import stacks
 from mpidp.world.abort import AbortGuard
+from mpidp.world.communicators import is_survived
 from mpidp.world.inquiry import ANSWER_S, ASK, LOOK, Inquiry
 from mpidp.world.mpi import MPI
 from mpidp.world.post import Post
 from mpidp.world.silent_stack import Address, Look, look_at, prepare
 from mpidp.world.stall import Beat, Seen, deserted, named, waits
 from mpidp.world.status import Wait, status
-from mpidp.world.tolerance import is_survived
 
 log = logging.getLogger("mpidp.rank")
 

@@ -43,8 +43,8 @@ import mpidp.train.checkpoints.saver
 import mpidp.train.sharding.channel
 import mpidp.train.sharding.optimizer
 import mpidp.train.sharding.shard
-import mpidp.train.survivors
-import mpidp.world.recovery
+import mpidp.train.elastic
+import mpidp.world.elastic
 from mpidp.world.current import current_world
 
 RANK = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0"))
@@ -83,10 +83,10 @@ def dies_at(point, holder, name, afterwards=False):
 
 
 dies_at("reduce", mpidp.reduce.flat.FlatReducer, "mean")
-dies_at("agree", mpidp.train.survivors.Survivors, "agree")
+dies_at("agree", mpidp.train.elastic.Survivors, "agree")
 dies_at("checkpoint", mpidp.train.checkpoints.saver, "write_parts")
-dies_at("shrink", mpidp.world.recovery.Recovery, "shrink")
-dies_at("rebuild", mpidp.world.recovery.Recovery, "_rebuild")
+dies_at("shrink", mpidp.world.elastic.Recovery, "shrink")
+dies_at("rebuild", mpidp.world.elastic.Recovery, "_rebuild")
 dies_at("gather", mpidp.train.sharding.channel.Messages, "exchange")
 dies_at("deal", mpidp.train.sharding.optimizer, "collect")
 dies_at("dealt", mpidp.train.sharding.shard.Shard, "hold", afterwards=True)

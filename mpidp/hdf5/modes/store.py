@@ -12,7 +12,7 @@ import numpy as np
 from mpidp.hdf5.files.dataset import Rows
 from mpidp.hdf5.modes.node import Contents, Read, check_room
 from mpidp.hdf5.order.keyed import IntArray
-from mpidp.world import tolerance
+from mpidp.world import communicators
 from mpidp.world.remote_memory import RemoteRows, Way
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class SpreadMemory:
 
     def close(self) -> None:
         """Give the memory back. Collective."""
-        if tolerance.is_on():
+        if communicators.is_elastic():
             self.abandon()
             return
         self._segment = self._segment[:0].copy()  # nothing may point into the window's memory any more

@@ -23,7 +23,7 @@ from mpidp.train.checkpoints.part import write_parts
 from mpidp.train.checkpoints.publish import OWNED_BY, PARTIAL, complete, discard
 from mpidp.train.checkpoints.snapshot import Snapshot
 from mpidp.train.disk import as_checkpoint_error
-from mpidp.world import tolerance
+from mpidp.world import communicators
 from mpidp.world.abort import SHARED_MARK
 from mpidp.world.agreement import DelayedMaximum
 from mpidp.world.mpi import MPI
@@ -177,7 +177,7 @@ class Saver:
         except CheckpointError as failure:
             error.add_note(str(failure))
         except MPI.Exception as failure:
-            if not tolerance.is_survived(failure):
+            if not communicators.is_survived(failure):
                 raise
             error.add_note("the checkpoint on its way was given up, as ranks were lost")  # and training with it
             self._thread.shutdown(wait=False, cancel_futures=True)

@@ -20,7 +20,7 @@ from mpidp.train.parallel.step_check import StepCheck
 from mpidp.train.parallel.step_watch import mean_loss, unwatch_steps, watch_steps
 from mpidp.train.replicas import ReplicaCheck
 from mpidp.train.signature import check_same, module_signature
-from mpidp.world import tolerance
+from mpidp.world import communicators
 from mpidp.world.status import BETWEEN, NO_BATCH, status
 from mpidp.world.topology import Topology, make_topology
 from mpidp.world.world import World
@@ -103,7 +103,7 @@ class GradientSync:
         unwatch_steps(self)
         self.replicas.close()
         self._stop()
-        if self._own_topology and not tolerance.is_on():  # it may have ranks that died
+        if self._own_topology and not communicators.is_elastic():  # it may have ranks that died
             self._own_topology.free()
 
     def rebuild(self) -> None:

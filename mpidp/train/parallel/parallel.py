@@ -22,7 +22,7 @@ from mpidp.train.parallel.load_state import load_plain_state
 from mpidp.train.parallel.step_check import WRAP_ANEW
 from mpidp.train.replicas import EVERY_STEPS
 from mpidp.train.signature import check_same, check_supported, module_signature
-from mpidp.world import tolerance
+from mpidp.world import communicators
 from mpidp.world.abort import SHARED_MARK
 from mpidp.world.status import status
 from mpidp.world.world import World
@@ -95,7 +95,7 @@ class DataParallel(nn.Module):
         self.world = world
         with world.together("wrapping the model"):
             check_supported(module, world)
-        options = ReducerOptions(piece_bytes, wire, error_feedback, share_memory=not tolerance.is_on())
+        options = ReducerOptions(piece_bytes, wire, error_feedback, share_memory=not communicators.is_elastic())
         told = (
             f"reducer={reducer}, bucket_bytes={bucket_bytes}, overlap={overlap}, check_finite={check_finite}, "
             f"compare_steps={compare_steps}, {options}"
@@ -129,7 +129,7 @@ class DataParallel(nn.Module):
                 self._sync.restart()
         self._end_step()
         self._sync.lockstep.before_forward()
-        if tolerance.is_on() and self.training and self._buffers_before is None:
+        if communicators.is_elastic() and self.training and self._buffers_before is None:
             self._buffers_before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         try:
             output = self.module(*args, **kwargs)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mpidp.reduce.pieces import MAX_PIECE_BYTES
-from mpidp.world import tolerance
+from mpidp.world import communicators
 from mpidp.world.mpi import MPI
 from mpidp.world.window import SharedWindow
 from mpidp.world.world import World
@@ -36,7 +36,7 @@ class Channel(Protocol):
 def make_channel(world: World) -> Channel:
     """What is fastest here: memory of the node where all ranks are on one and compute in it. Collective."""
     piece_bytes = max(LEAST_PIECE_BYTES, TOTAL_BYTES // world.size)
-    if world.num_nodes == 1 and world.size > 1 and world.device.type == "cpu" and not tolerance.is_on():
+    if world.num_nodes == 1 and world.size > 1 and world.device.type == "cpu" and not communicators.is_elastic():
         try:
             return Window(world, piece_bytes)
         except OSError as error:  # on all ranks of the node, which are all there are

@@ -22,7 +22,7 @@ from mpidp.train.sharding.layout import Run, by_parameter, holders, shards
 from mpidp.train.sharding.shard import Shard
 from mpidp.train.sharding.state import Part, cut, full_state_dict, join, run_of
 from mpidp.train.signature import check_same
-from mpidp.world import communicators, tolerance
+from mpidp.world import communicators
 from mpidp.world.abort import SHARED_MARK
 from mpidp.world.world import World
 
@@ -114,7 +114,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         try:
             self._gather()
         except Exception as error:
-            if not tolerance.is_survived(error):
+            if not communicators.is_survived(error):
                 raise
             log.info("a rank was lost while parameters were gathered: %s", error)
             communicators.revoke_all()  # of the others, too, none may wait for this one

@@ -11,17 +11,25 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from mpidp.errors import LaunchError
 from mpidp.hdf5.loader import HDF5Loader
 from mpidp.printable import listed
-from mpidp.world import tolerance
+from mpidp.train import rng
+from mpidp.train.checkpoints.checkpoint import folder_name
+from mpidp.train.parallel.remembered_reducer import remember
+from mpidp.train.sharding.optimizer import ShardedOptimizer
+from mpidp.world import communicators
 from mpidp.world.abort import SHARED_MARK
+from mpidp.world.elastic import Loss, Person, Recovery
 from mpidp.world.mpi import ENDS_MPI, MPI
-from mpidp.world.recovery import Loss, Person, Recovery
 from mpidp.world.watchdog import ABORT_S
 from mpidp.world.world import World
+
+if TYPE_CHECKING:
+    from mpidp.train.trainer import Trainer
+
 
 T = TypeVar("T")
 log = logging.getLogger("mpidp.rank")
@@ -69,10 +77,10 @@ class Survivors:
         self.world = world
         self.min_ranks = min_ranks
         self.loss: Loss | None = None
-        reason = tolerance.why_not(os.environ, MPI.Get_library_version(), ENDS_MPI)
+        reason = communicators.why_not(os.environ, MPI.Get_library_version(), ENDS_MPI)
         self.is_on = world.size > 1 and world.all(not reason)
         if self.is_on:
-            tolerance.turn_on()
+            communicators.be_elastic()
         elif world.size > 1:
             world.say(
                 f"training cannot go on without a rank that dies: {reason or 'another rank cannot'}. The job ends "
@@ -109,7 +117,7 @@ class Survivors:
             try:
                 return work()
             except Exception as error:
-                if not tolerance.is_survived(error):
+                if not communicators.is_survived(error):
                     raise
                 log.info("a rank was lost: %s", error)
             with self._end_unless_over():
@@ -143,7 +151,7 @@ class Survivors:
                 self.world.comm.Barrier()
                 break
             except Exception as error:
-                if not tolerance.is_survived(error):
+                if not communicators.is_survived(error):
                     raise
         self.loss = Loss(tuple(lost), self.world.size, time.perf_counter() - start)
         if self.world.size < self.min_ranks:
@@ -164,3 +172,43 @@ def _end_job(world: World, limit_s: float) -> None:
         )
     finally:
         world.guard.abort(1)
+
+
+class Survivor:
+    """The part of a run that `Survivors` makes anew: all of it that depends on the number of ranks.
+
+    Args:
+        trainer: the run.
+    """
+
+    def __init__(self, trainer: "Trainer"):
+        self._trainer = trainer
+
+    def rebuild(self) -> None:
+        """Puts all ranks to the end of the last step that all have taken. Collective.
+
+        Model, optimizer and scheduler are there already, as no rank changes them before all have agreed. Random
+        streams of ranks (dropout) start anew, as in a resume on another number of ranks.
+        """
+        trainer, world = self._trainer, self._trainer.world
+        steps: list[int] = world.comm.allgather(trainer.step)
+        assert len(set(steps)) == 1, f"the survivors of a loss stand at steps {steps}"
+        # Some may have been through with an epoch's evaluation and checkpoint when others were not.
+        trainer.num_epochs = min(world.comm.allgather(trainer.num_epochs))
+        trainer.model.rebuild()
+        if isinstance(trainer.optimizer, ShardedOptimizer):
+            trainer.optimizer.rebuild()
+        for loader in trainer.loaders():
+            loader.rebuild()
+        trainer.trace.abandon()
+        trainer.stop.rebuild()
+        trainer.stopped = ""
+        trainer.given_up = max(trainer.given_up, trainer.saver.rebuild())
+        is_saved = trainer.saver.newest is not None and trainer.saver.newest.name == folder_name(trainer.step)
+        trainer.saved_step = trainer.step if world.all(is_saved) else -1
+        rng.seed_all(trainer.config.run.seed, world.rank, trainer.step)
+        trainer.folder.take_over(world)
+        trainer.recorder.rebuild(trainer.step, trainer.folder.metrics)
+        remember(trainer.model, trainer.folder.path)
+        if trainer.config.reduce.error_feedback:
+            world.say("error feedback starts from nothing: its rounding errors belong to another number of ranks")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mpidp.train.records.metrics import whole_lines
-from mpidp.world import communicators, tolerance
+from mpidp.world import communicators
 from mpidp.world.mpi import MPI
 
 OPEN_MPI = "Open MPI v5.0.11, package: somebody's"
@@ -26,7 +26,7 @@ OPEN_MPI = "Open MPI v5.0.11, package: somebody's"
 )
 def test_why_a_job_cannot_go_on(environment: dict[str, str], library: str, ends_mpi: bool, words: str) -> None:
     """Behaviour 31: the option says why it does nothing."""
-    reason = tolerance.why_not(environment, library, ends_mpi)
+    reason = communicators.why_not(environment, library, ends_mpi)
     assert (words in reason) if words else reason == ""
 
 
@@ -39,23 +39,23 @@ def test_an_error_that_came_from_a_loss_is_one() -> None:
         except MPI.Exception as error:
             raise RuntimeError("reading failed") from error
     except RuntimeError as error:
-        assert tolerance.is_loss(error)
-    assert tolerance.is_loss(loss)
-    assert not tolerance.is_loss(RuntimeError("reading failed"))
-    assert not tolerance.is_loss(MPI.Exception(MPI.ERR_TRUNCATE))
+        assert communicators.is_loss(error)
+    assert communicators.is_loss(loss)
+    assert not communicators.is_loss(RuntimeError("reading failed"))
+    assert not communicators.is_loss(MPI.Exception(MPI.ERR_TRUNCATE))
 
 
 def test_nothing_is_survived_unless_asked_for() -> None:
     """Behaviour 30: the death of a rank ends the job."""
-    assert not tolerance.is_on()
-    assert not tolerance.is_survived(MPI.Exception(MPI.ERR_PROC_FAILED))
+    assert not communicators.is_elastic()
+    assert not communicators.is_survived(MPI.Exception(MPI.ERR_PROC_FAILED))
 
 
 def test_errors_that_name_each_other_end_the_search() -> None:
     """Two exceptions may each be the context of the other."""
     one, other = RuntimeError("one"), RuntimeError("other")
     one.__context__, other.__context__ = other, one
-    assert not tolerance.is_loss(one)
+    assert not communicators.is_loss(one)
 
 
 def test_freed_communicators_are_forgotten() -> None:
