@@ -10,7 +10,7 @@ from mpidp import errors
 
 if TYPE_CHECKING:
     from mpidp.hdf5.batch import Batch
-    from mpidp.hdf5.decode.field import FieldSpec
+    from mpidp.hdf5.field import FieldSpec
     from mpidp.hdf5.loader import HDF5Loader
     from mpidp.hdf5.shares import Shares, shares
     from mpidp.train.batch_norm.sync import SyncBatchNorm
@@ -44,7 +44,7 @@ __all__ = [
 _HOMES = {
     "Batch": "mpidp.hdf5.batch",
     "DataParallel": "mpidp.train.parallel.parallel",
-    "FieldSpec": "mpidp.hdf5.decode.field",
+    "FieldSpec": "mpidp.hdf5.field",
     "HDF5Loader": "mpidp.hdf5.loader",
     "ShardedOptimizer": "mpidp.train.sharding.optimizer",
     "Shares": "mpidp.hdf5.shares",

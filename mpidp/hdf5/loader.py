@@ -15,7 +15,7 @@ import torch
 
 from mpidp.errors import DataError
 from mpidp.hdf5.batch import Batch
-from mpidp.hdf5.decode.field import Fields, field_specs
+from mpidp.hdf5.field import Fields, field_specs
 from mpidp.hdf5.files.describe import Paths, absolute_paths
 from mpidp.hdf5.files.fingerprint import check_unchanged, fingerprint
 from mpidp.hdf5.memory_budget import (
@@ -31,7 +31,7 @@ from mpidp.hdf5.order.order import Order, Passes, Share, Shuffle
 from mpidp.hdf5.order.split import Part
 from mpidp.hdf5.prefetch import BatchRing
 from mpidp.hdf5.preparation import check_agreed, check_batches, choose_threads, describe_together, from_root, select
-from mpidp.hdf5.rows.decoding import decoding, slow_paths
+from mpidp.hdf5.read import decoding, slow_paths
 from mpidp.hdf5.transform import BatchMaker, BatchTransform, SampleTransform
 from mpidp.world.current import CurrentWorld, resolve_world
 from mpidp.world.memory import memory_limit

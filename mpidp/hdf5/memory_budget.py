@@ -7,11 +7,11 @@ never from the number of ranks.
 import math
 from dataclasses import dataclass
 
-from mpidp.hdf5.files.dataset import DataSet
+from mpidp.hdf5.dataset import DataSet
+from mpidp.hdf5.gather import number_of_slots
 from mpidp.hdf5.order.order import Order, Shuffle
 from mpidp.hdf5.order.plan import automatic_lanes
-from mpidp.hdf5.rows.lane_gather import number_of_slots
-from mpidp.hdf5.rows.rows import CACHE_BYTES, LARGE_ROW_BYTES, reads_single_rows
+from mpidp.hdf5.read import CACHE_BYTES, LARGE_ROW_BYTES, reads_single_rows
 
 MOST_NODE_BYTES = 2 * 2**30
 _NODE_SHARE = 8

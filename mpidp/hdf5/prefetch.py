@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mpidp.hdf5.decode.field import Field
-from mpidp.hdf5.files.dataset import Rows
+from mpidp.hdf5.dataset import Rows
+from mpidp.hdf5.field import Field
 
 Slot = dict[str, npt.NDArray[Any]]
 

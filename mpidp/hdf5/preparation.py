@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from mpidp.errors import DataError, MismatchError
-from mpidp.hdf5.decode.field import FieldSpec
-from mpidp.hdf5.files.dataset import DataSet
+from mpidp.hdf5.dataset import DataSet
+from mpidp.hdf5.field import FieldSpec
 from mpidp.hdf5.files.describe import Paths, check_present, decoders, describe
 from mpidp.hdf5.order.split import Part, Split
-from mpidp.hdf5.rows.pieces import Selection
+from mpidp.hdf5.read import Selection
 
 if TYPE_CHECKING:
     from mpidp.world.world import World

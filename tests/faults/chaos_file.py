@@ -91,7 +91,7 @@ def by_h5py(path: Path, field: str) -> np.ndarray | None:
 
 def by_loader(path: Path, field: str) -> np.ndarray:
     """Return what a loader gives in one epoch."""
-    from mpidp.hdf5.decode.field import FieldSpec
+    from mpidp.hdf5.field import FieldSpec
 
     dataset, member = FIELDS[field]
     with closing(

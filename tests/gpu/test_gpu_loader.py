@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 import mpidp
-from mpidp.hdf5.files.dataset import Rows
+from mpidp.hdf5.dataset import Rows
 
 ROWS, WIDTH = 4096, 4096
 

@@ -11,7 +11,7 @@ import pytest
 
 import mpidp
 from mpidp.errors import DataError
-from mpidp.hdf5.files.dataset import Field, Rows
+from mpidp.hdf5.dataset import Field, Rows
 from mpidp.hdf5.files.describe import describe
 from mpidp.hdf5.modes.node import Contents, NodeMemory, Read
 from mpidp.hdf5.modes.source import node as node_memory
@@ -20,7 +20,7 @@ from mpidp.hdf5.modes.store import SpreadMemory
 from mpidp.hdf5.order.order import Order, PlanRows
 from mpidp.hdf5.order.plan import Piece
 from mpidp.hdf5.order.split import Split
-from mpidp.hdf5.rows.pieces import PieceReader, Selection
+from mpidp.hdf5.read import PieceReader, Selection
 from mpidp.world.remote_memory import Way
 
 Held = NodeMemory | SpreadMemory

@@ -8,7 +8,7 @@ import hdf5plugin
 import numpy as np
 import pytest
 
-from mpidp.hdf5.decode.field import FieldSpec
+from mpidp.hdf5.field import FieldSpec
 from mpidp.hdf5.loader import HDF5Loader
 from mpidp.hdf5.modes.source import Mode
 from mpidp.world.world import World

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mpidp.errors import DataError, MismatchError
-from mpidp.hdf5.decode.field import FieldSpec
+from mpidp.hdf5.field import FieldSpec
 from mpidp.hdf5.loader import HDF5Loader
 from mpidp.hdf5.modes.source import Mode
 from mpidp.hdf5.order.order import Shuffle

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpidp.hdf5.files.dataset import DataSet
+from mpidp.hdf5.dataset import DataSet
 from mpidp.hdf5.files.describe import describe
+from mpidp.hdf5.gather import number_of_slots
 from mpidp.hdf5.loader import HDF5Loader
 from mpidp.hdf5.memory_budget import (
     MOST_NODE_BYTES,
@@ -21,7 +22,6 @@ from mpidp.hdf5.memory_budget import (
     warnings_about,
 )
 from mpidp.hdf5.order.order import Order
-from mpidp.hdf5.rows.lane_gather import number_of_slots
 
 MIB = 2**20
 

@@ -29,10 +29,10 @@ import numpy as np
 import pytest
 
 from mpidp.errors import DataError
-from mpidp.hdf5.decode.field import FieldSpec
+from mpidp.hdf5.field import FieldSpec
 from mpidp.hdf5.files.describe import describe
 from mpidp.hdf5.loader import HDF5Loader
-from mpidp.hdf5.rows.rows import RowReader
+from mpidp.hdf5.read import RowReader
 
 
 def write(path: Path, **datasets: Any) -> Path:

@@ -10,7 +10,7 @@ from data_files import run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpidp.hdf5.files.listing import list_datasets
+from mpidp.hdf5.files.contents import list_datasets
 from mpidp.tools.inspect.advice import advice
 from mpidp.tools.inspect.amplification import Order, StoredField, amplification
 

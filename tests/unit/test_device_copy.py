@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpidp.hdf5.decode.field import Field
+from mpidp.hdf5.field import Field
 from mpidp.hdf5.prefetch import BatchRing
 from mpidp.hdf5.transform import DeviceCopier
 

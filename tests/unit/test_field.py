@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mpidp.errors import DataError
-from mpidp.hdf5.decode.field import FieldSpec, field_specs
+from mpidp.hdf5.field import FieldSpec, field_specs
 from mpidp.hdf5.files.describe import describe
 from mpidp.hdf5.loader import HDF5Loader
 

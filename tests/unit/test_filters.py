@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from mpidp.errors import DataError
-from mpidp.hdf5.decode import filters
-from mpidp.hdf5.decode.filters import Scratch, inflater, obstacle, undo
-from mpidp.hdf5.decode.storage import Filter
+from mpidp.hdf5 import filters
+from mpidp.hdf5.dataset import Filter
 from mpidp.hdf5.files.locate import filters_of
+from mpidp.hdf5.filters import Scratch, inflater, obstacle, undo
 
 BLOSC = ("blosclz", "lz4", "lz4hc", "zlib", "zstd")
 PIPELINES: dict[str, dict[str, Any]] = {
@@ -164,7 +164,7 @@ import warnings
 sys.modules["imagecodecs"] = None
 import numpy as np
 from mpidp.hdf5 import loader
-from mpidp.hdf5.decode.filters import inflater
+from mpidp.hdf5.filters import inflater
 from mpidp.hdf5.loader import HDF5Loader
 assert inflater() == "zlib"
 for name in sys.argv[2:]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from small_runs import records, small_run
 
 from mpidp.errors import DataError
-from mpidp.hdf5.decode.field import FieldSpec
+from mpidp.hdf5.field import FieldSpec
 from mpidp.hdf5.files.fingerprint import _PLACE_BYTES, _window
 from mpidp.hdf5.loader import HDF5Loader
 from mpidp.hdf5.modes.source import Mode

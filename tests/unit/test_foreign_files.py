@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mpidp.errors import DataError
-from mpidp.hdf5.decode.field import FieldSpec
+from mpidp.hdf5.field import FieldSpec
 from mpidp.hdf5.files.describe import describe
 from mpidp.hdf5.loader import HDF5Loader
 

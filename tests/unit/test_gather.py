@@ -13,17 +13,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpidp.hdf5.decode.field import Field
-from mpidp.hdf5.files.dataset import Rows
+from mpidp.hdf5.dataset import Rows
+from mpidp.hdf5.field import Field
 from mpidp.hdf5.files.describe import describe
+from mpidp.hdf5.gather import GroupStore, LaneGatherer, number_of_slots
 from mpidp.hdf5.memory_budget import resources
 from mpidp.hdf5.modes.stream import assemble
 from mpidp.hdf5.order.order import Order, Share
 from mpidp.hdf5.order.plan import LanePlan, Piece
 from mpidp.hdf5.order.split import Split
 from mpidp.hdf5.prefetch import BatchRing
-from mpidp.hdf5.rows.lane_gather import GroupStore, LaneGatherer, number_of_slots
-from mpidp.hdf5.rows.pieces import Selection
+from mpidp.hdf5.read import Selection
 
 FIELDS = (Field("x", (2,), np.dtype("i8")), Field("y", (), np.dtype("i4")))
 

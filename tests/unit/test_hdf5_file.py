@@ -15,11 +15,10 @@ import numpy as np
 import pytest
 
 from mpidp.errors import DataError
+from mpidp.hdf5.dataset import DataSet
 from mpidp.hdf5.files import file as file_module
-from mpidp.hdf5.files.dataset import DataSet
 from mpidp.hdf5.files.describe import check_present, describe
-from mpidp.hdf5.rows.reader import Reader
-from mpidp.hdf5.rows.rows import RowReader
+from mpidp.hdf5.read import Reader, RowReader
 
 DTYPES = ["?", "i1", "<i2", ">i4", "i8", "u1", ">u2", "u4", "u8", "<f2", ">f4", "f8", "c8", ">c16"]
 STORAGE: dict[str, dict[str, Any]] = {
@@ -358,8 +357,8 @@ def test_errors_that_may_pass(
     """Behaviour 29: bounded retries for errors of the network, then file, dataset and rows are named."""
     dataset = describe(make(tmp_path / "a.h5", x=[5, 6]), ("x",))
     pauses: list[float] = []
-    monkeypatch.setattr("mpidp.hdf5.decode.retry.time.sleep", pauses.append)
-    monkeypatch.setattr("mpidp.hdf5.rows.reader.open_apart", _Flaky(failures, error))
+    monkeypatch.setattr("mpidp.hdf5.decode.time.sleep", pauses.append)
+    monkeypatch.setattr("mpidp.hdf5.read.open_apart", _Flaky(failures, error))
     reader = Reader(dataset)
     if works:
         assert reader.read(0, dataset.fields[0], 0, 1).tolist() == [5]

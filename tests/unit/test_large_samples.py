@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpidp.hdf5.decode.raw_file import RawFiles
+from mpidp.hdf5.decode import RawFiles
 from mpidp.hdf5.files.describe import describe
 from mpidp.hdf5.loader import HDF5Loader
 from mpidp.hdf5.memory_budget import amplification, choose_mixing, choose_shuffle, first_batch_bytes

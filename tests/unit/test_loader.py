@@ -18,11 +18,11 @@ from torch.nn import functional as F  # noqa: N812  # the name every PyTorch pro
 
 from mpidp.errors import DataError, MismatchError
 from mpidp.hdf5.batch import Batch
-from mpidp.hdf5.files.dataset import Rows
+from mpidp.hdf5.dataset import Rows
+from mpidp.hdf5.gather import RowGatherer
 from mpidp.hdf5.loader import HDF5Loader
 from mpidp.hdf5.order.order import Shuffle
-from mpidp.hdf5.rows.gather import RowGatherer
-from mpidp.hdf5.rows.pieces import PieceReader
+from mpidp.hdf5.read import PieceReader
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 SHUFFLES: tuple[Shuffle, ...] = ("lanes", "full", "none")

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from mpidp.errors import DataError
-from mpidp.hdf5.decode import decode
-from mpidp.hdf5.decode.field import FieldSpec
-from mpidp.hdf5.decode.raw_file import RawFiles
+from mpidp.hdf5 import decode
+from mpidp.hdf5.dataset import DataSet
+from mpidp.hdf5.decode import RawFiles
+from mpidp.hdf5.field import FieldSpec
 from mpidp.hdf5.files import locate
-from mpidp.hdf5.files.dataset import DataSet
 from mpidp.hdf5.files.describe import describe
-from mpidp.hdf5.rows.rows import RowReader
+from mpidp.hdf5.read import RowReader
 
 
 def same_as_h5py(path: Path, spec: FieldSpec | str = "x", **options: Any) -> DataSet:
@@ -414,9 +414,9 @@ def test_read_errors_that_may_pass(
             raise OSError(number, os.strerror(number))
         return real_read(*arguments)
 
-    monkeypatch.setattr("mpidp.hdf5.decode.raw_file.os.preadv", read)
-    monkeypatch.setattr("mpidp.hdf5.decode.raw_file.os.open", lambda *a: opened.append(a) or real_open(*a))
-    monkeypatch.setattr("mpidp.hdf5.decode.retry.time.sleep", pauses.append)
+    monkeypatch.setattr("mpidp.hdf5.decode.os.preadv", read)
+    monkeypatch.setattr("mpidp.hdf5.decode.os.open", lambda *a: opened.append(a) or real_open(*a))
+    monkeypatch.setattr("mpidp.hdf5.decode.time.sleep", pauses.append)
     into = np.empty(10, "i8")
     with closing(RowReader(dataset)) as reader:
         if works:
@@ -442,7 +442,7 @@ def test_a_page_that_was_wrong_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             buffers[0][0] ^= 1
         return count
 
-    monkeypatch.setattr("mpidp.hdf5.decode.raw_file.os.preadv", read)
+    monkeypatch.setattr("mpidp.hdf5.decode.os.preadv", read)
     into = np.empty(10, "i8")
     with closing(RowReader(dataset)) as reader:
         reader.read(0, 0, 0, 10, into)

@@ -10,9 +10,9 @@ import hdf5plugin
 import numpy as np
 import pytest
 
-from mpidp.hdf5.decode.field import FieldSpec
+from mpidp.hdf5.field import FieldSpec
 from mpidp.hdf5.files.describe import describe
-from mpidp.hdf5.rows.rows import RowReader
+from mpidp.hdf5.read import RowReader
 
 FILTERS: dict[str, dict[str, Any]] = {
     "none": {},

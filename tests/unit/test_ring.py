@@ -8,7 +8,7 @@ import h5py
 import numpy as np
 import torch
 
-from mpidp.hdf5.decode.field import Field
+from mpidp.hdf5.field import Field
 from mpidp.hdf5.loader import HDF5Loader
 from mpidp.hdf5.prefetch import BatchRing
 

@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpidp.errors import DataError
-from mpidp.hdf5.decode import decode
-from mpidp.hdf5.decode.cache import Cache
-from mpidp.hdf5.decode.field import FieldSpec
+from mpidp.hdf5 import decode
+from mpidp.hdf5 import read as rows_module
+from mpidp.hdf5.cache import Cache
+from mpidp.hdf5.dataset import DataSet
+from mpidp.hdf5.field import FieldSpec
 from mpidp.hdf5.files import describe as describe_module
-from mpidp.hdf5.files.dataset import DataSet
 from mpidp.hdf5.files.describe import describe
-from mpidp.hdf5.rows import rows as rows_module
-from mpidp.hdf5.rows.rows import RowReader
+from mpidp.hdf5.read import RowReader
 
 ROWS = 700
 FIELDS = ("x", "y", "z", FieldSpec("s"), "plain")

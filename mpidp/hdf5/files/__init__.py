@@ -1,1 +1,1 @@
-"""HDF5 files in, what lies in them and where out: metadata, read once by one rank."""
+"""What is in HDF5 files and where: metadata, read once by one rank."""

@@ -1,7 +1,7 @@
-"""Enters: the path of an HDF5 file and the name of a dataset in it. Leaves: an open file, or plain facts.
+"""Opening HDF5 files, and the plain facts of a dataset in them.
 
-Files are opened read-only and without locks, which many cluster file
-systems do not have. What HDF5 reports as an error leaves as a `DataError` that says what to do.
+Files are opened read-only and without locks, which many cluster file systems do not have. What HDF5 reports as an
+error is raised as a `DataError` that says what to do.
 """
 
 import errno
@@ -16,12 +16,17 @@ import h5py
 import numpy as np
 
 from mpidp.errors import DataError
-from mpidp.hdf5.decode.retry import error_number, retried
-from mpidp.hdf5.decode.unpack import Packing
-from mpidp.hdf5.files.damage import HDF5_ERRORS, damage_told
+from mpidp.hdf5.decode import error_number, retried
+from mpidp.hdf5.field import Packing
 from mpidp.hdf5.files.missing import check_links, no_dataset, other_object
-from mpidp.hdf5.files.netcdf import cf_attributes, is_dimension_only, small_attribute
-from mpidp.hdf5.files.types import stored_type
+from mpidp.hdf5.files.types import (
+    HDF5_ERRORS,
+    cf_attributes,
+    damage_told,
+    is_dimension_only,
+    small_attribute,
+    stored_type,
+)
 from mpidp.printable import listed
 
 with suppress(ImportError):

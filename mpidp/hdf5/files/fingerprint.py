@@ -1,4 +1,4 @@
-"""Enters: datasets as they were described. Leaves: a fingerprint by which a resume knows its data, and what changed.
+"""The fingerprint by which a resume knows its data, and what changed since.
 
 A position in an epoch means the same samples only over the same rows in the same order. Of the values a few rows at
 fixed places are compared, which costs three small reads a dataset: files that were written anew are told apart, a
@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidp.errors import DataError
-from mpidp.hdf5.files.damage import HDF5_ERRORS
+from mpidp.hdf5.files.types import HDF5_ERRORS
 
 if TYPE_CHECKING:
-    from mpidp.hdf5.files.dataset import DataSet
+    from mpidp.hdf5.dataset import DataSet
 
 log = logging.getLogger("mpidp")
 

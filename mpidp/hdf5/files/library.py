@@ -1,4 +1,4 @@
-"""An installed h5py enters, and the path of a file; what HDF5 can do here leaves. `main` is run as a child.
+"""What the installed HDF5 library can do; `main` is run as a child process.
 
 In a child, since an h5py that was built with MPI starts MPI when it is imported.
 """

@@ -1,4 +1,4 @@
-"""Enters: an open dataset of h5py. Leaves: where its bytes lie on disk, or why only HDF5 can read them.
+"""Where the bytes of a dataset lie on disk, or why only HDF5 can read them.
 
 Addresses are not trusted before values decoded from them equal those that HDF5 reads: a user block shifts
 them, and a filter or a type may hold a surprise.
@@ -15,13 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidp.errors import DataError
-from mpidp.hdf5.decode.convert import narrow_to_bfloat16
-from mpidp.hdf5.decode.decode import Decoder
-from mpidp.hdf5.decode.filters import BITSHUFFLE, NAMES, SHUFFLE, obstacle
-from mpidp.hdf5.decode.raw_file import RawFiles
-from mpidp.hdf5.decode.storage import Filter, Storage
+from mpidp.hdf5.convert_values import narrow_to_bfloat16
+from mpidp.hdf5.dataset import Filter, Storage
+from mpidp.hdf5.decode import Decoder, RawFiles
 from mpidp.hdf5.files.file import unwritten
 from mpidp.hdf5.files.types import is_complete
+from mpidp.hdf5.filters import BITSHUFFLE, NAMES, SHUFFLE, obstacle
 from mpidp.hdf5.order.keyed import IntArray, WordArray
 
 _CHECK_BYTES = 4 * 2**20

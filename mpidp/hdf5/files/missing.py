@@ -1,4 +1,4 @@
-"""Enters: an open HDF5 file and a name that leads to no dataset. Leaves: why that is, and what there is instead."""
+"""Why a name in an HDF5 file leads to no dataset, and what there is instead."""
 
 import os
 from collections import Counter
@@ -10,9 +10,7 @@ from typing import Any
 import h5py
 
 from mpidp.errors import DataError
-from mpidp.hdf5.files.damage import HDF5_ERRORS
-from mpidp.hdf5.files.netcdf import is_dimension_only, small_attribute
-from mpidp.hdf5.files.types import stored_type
+from mpidp.hdf5.files.types import HDF5_ERRORS, is_dimension_only, small_attribute, stored_type
 
 _MOST_LISTED = 10
 _MOST_LOOKED_AT = 2000

@@ -1,8 +1,11 @@
-"""Enters: an open dataset of h5py. Leaves: what its values are in NumPy's terms, and rows of them as HDF5 reads them.
+"""Types, attributes and values of an open dataset in NumPy's terms, however foreign they are.
 
 A type that NumPy lacks, or whose values vary in length, spoils no member beside it: HDF5 reads any member alone.
 """
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +13,32 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from mpidp.hdf5.files.damage import HDF5_ERRORS
+from mpidp.errors import DataError, MpidpError
+from mpidp.hdf5.field import Packing
 from mpidp.printable import listed
+
+# h5py raises all of these over damaged files: sizes that no array can have, names that are no text, types that
+# NumPy lacks, references that lead nowhere.
+HDF5_ERRORS = (ArithmeticError, LookupError, MemoryError, OSError, RuntimeError, SystemError, TypeError, ValueError)
+
+
+def damage_text(path: str, name: str, error: BaseException) -> str:
+    """Return one line that says of which object of which file h5py raised `error`."""
+    place = f'{path}: "{name}"' if name else path
+    said = " ".join(str(error).split()) or type(error).__name__
+    return f"{place} cannot be read; the file may be damaged. HDF5 says: {said}"
+
+
+@contextmanager
+def damage_told(path: str, name: str = "") -> Iterator[None]:
+    """Raises `DataError` with `damage_text` for whatever h5py raises within; errors of this package pass."""
+    try:
+        yield
+    except MpidpError:
+        raise
+    except HDF5_ERRORS as error:
+        raise DataError(damage_text(path, name, error)) from error
+
 
 _SPECIAL = {
     "string of variable length": h5py.check_string_dtype,
@@ -115,3 +142,74 @@ def _is_bfloat16(kind: Any) -> bool:
     if not isinstance(kind, h5py.h5t.TypeFloatID) or kind.get_size() != 2:
         return False
     return bool(kind.get_fields() == (15, 7, 8, 0, 7) and kind.get_ebias() == 127)
+
+
+_MOST_ATTRIBUTE_BYTES = 4096
+_DIMENSION_ONLY = "This is a netCDF dimension but not a netCDF variable"
+_MISSING = ("_FillValue", "missing_value")
+_SCALING = {"scale_factor": 1.0, "add_offset": 0.0}
+
+
+def small_attribute(item: Any, name: str) -> Any:
+    """Return an attribute of a few values, text as str; None if there is none or it is large."""
+    if name not in item.attrs or item.attrs.get_id(name).get_storage_size() > _MOST_ATTRIBUTE_BYTES:
+        return None
+    value = item.attrs[name]
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def is_dimension_only(dataset: Any) -> bool:
+    """Whether a dataset only stands for a dimension of netCDF's that has no variable: it holds no values."""
+    return "CLASS" in dataset.attrs and str(small_attribute(dataset, "NAME")).startswith(_DIMENSION_ONLY)
+
+
+def cf_attributes(dataset: Any, dtype: np.dtype[Any]) -> Packing | None:
+    """Return how the values of a dataset, `dtype` in the file, are packed, or None where nothing says so."""
+    if dtype.kind not in "iuf":
+        return None
+    found = {name: _numbers(small_attribute(dataset, name)) for name in (*_MISSING, *_SCALING)}
+    found = {name: numbers for name, numbers in found.items() if numbers is not None}
+    missing = [number for name in _MISSING if name in found for number in found[name].tolist()]
+    scale, offset = (float(found.get(name, [default])[0]) for name, default in _SCALING.items())
+    numbers = tuple(dict.fromkeys(number for number in missing if number == number))  # NaN is missing as it is
+    if not numbers and (scale, offset) == (1.0, 0.0):
+        return None
+    of_attributes = [found[name].dtype for name in _SCALING if name in found and found[name].dtype.kind == "f"]
+    return Packing(numbers, scale, offset, _unpacked(dtype, of_attributes), tuple(found))
+
+
+def _unpacked(dtype: np.dtype[Any], of_attributes: list[np.dtype[Any]]) -> str:
+    """Return the dtype of unpacked values: that of scale and offset, but float32 cannot hold integers of 32 bits."""
+    widest = max((each.itemsize for each in of_attributes), default=dtype.itemsize if dtype.kind == "f" else 4)
+    return "float64" if widest > 4 or (dtype.kind in "iu" and dtype.itemsize > 2) else "float32"
+
+
+def _numbers(value: Any) -> Any:
+    numbers = np.atleast_1d(np.asarray(value)) if value is not None else np.empty(0)
+    return numbers.ravel() if numbers.dtype.kind in "iuf" and numbers.size else None
+
+
+def raw_block(dataset: Any, start: tuple[int, ...], count: tuple[int, ...]) -> npt.NDArray[Any]:
+    """Return a block of an open dataset as an array of `count` opaque values; raises what HDF5 raises."""
+    kind = dataset.id.get_type()
+    values = np.empty(count, np.dtype((np.void, kind.get_size())))
+    if math.prod(count):
+        space = dataset.id.get_space()
+        if count:
+            space.select_hyperslab(start, count)
+        memory = h5py.h5s.create_simple(count) if count else h5py.h5s.create(h5py.h5s.SCALAR)
+        dataset.id.read(memory, space, values, mtype=kind)
+    return values
+
+
+def fill_bytes(dataset: Any) -> bytes:
+    """Return the bytes of the fill value that a user gave an open dataset; b"" for zeros."""
+    properties = dataset.id.get_create_plist()
+    try:
+        if properties.fill_value_defined() != h5py.h5d.FILL_VALUE_USER_DEFINED:
+            return b""
+        value = np.zeros((), dataset.dtype)
+        properties.get_fill_value(value)
+    except (TypeError, RuntimeError):  # NumPy has no such type, or HDF5 does not convert to it
+        return b""
+    return value.tobytes() if value.itemsize == dataset.id.get_type().get_size() else b""

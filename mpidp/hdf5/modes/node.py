@@ -14,15 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidp.errors import DataError
-from mpidp.hdf5.files.dataset import Rows
+from mpidp.hdf5.dataset import Rows
 from mpidp.hdf5.order.keyed import IntArray
 from mpidp.hdf5.order.plan import Piece
-from mpidp.hdf5.rows.pieces import Selection
+from mpidp.hdf5.read import Selection
 from mpidp.world.memory import available_memory
 from mpidp.world.window import SharedWindow
 
 if TYPE_CHECKING:
-    from mpidp.hdf5.decode.field import Field
+    from mpidp.hdf5.field import Field
     from mpidp.world.world import World
 
 

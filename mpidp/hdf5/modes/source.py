@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from mpidp.errors import DataError
-from mpidp.hdf5.files.dataset import Rows
+from mpidp.hdf5.dataset import Rows
 from mpidp.hdf5.memory_budget import Resources
 from mpidp.hdf5.modes.stream import Assembled, assemble, tensors_of
 from mpidp.hdf5.order.keyed import IntArray
 from mpidp.hdf5.order.order import Order, Share, step_rows
 from mpidp.hdf5.prefetch import BatchRing, Prefetcher
-from mpidp.hdf5.rows.pieces import PieceReader, Selection
+from mpidp.hdf5.read import PieceReader, Selection
 
 if TYPE_CHECKING:
     from mpidp.hdf5.modes.stage import Staging

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpidp.hdf5.files.dataset import Rows
+from mpidp.hdf5.dataset import Rows
 from mpidp.hdf5.modes.node import Contents, Read, check_room
 from mpidp.hdf5.order.keyed import IntArray
 from mpidp.world import communicators

@@ -12,16 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mpidp.hdf5.decode.field import Field
-from mpidp.hdf5.files.dataset import Rows
+from mpidp.hdf5.dataset import Rows
+from mpidp.hdf5.field import Field
+from mpidp.hdf5.gather import GroupStore, LaneGatherer, RowGatherer
 from mpidp.hdf5.memory_budget import Resources
 from mpidp.hdf5.order.keyed import IntArray
 from mpidp.hdf5.order.order import Order, Share, Step, step_rows, steps
 from mpidp.hdf5.order.plan import LanePlan
 from mpidp.hdf5.prefetch import BatchRing
-from mpidp.hdf5.rows.gather import RowGatherer
-from mpidp.hdf5.rows.lane_gather import GroupStore, LaneGatherer
-from mpidp.hdf5.rows.pieces import PieceReader, Selection
+from mpidp.hdf5.read import PieceReader, Selection
 from mpidp.world.status import status
 
 _PART_BYTES = 2**20

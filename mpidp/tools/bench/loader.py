@@ -22,13 +22,13 @@ import numpy as np
 import torch
 
 from mpidp.errors import MpidpError
-from mpidp.hdf5.decode.filters import inflater
-from mpidp.hdf5.files.dataset import DataSet
+from mpidp.hdf5.dataset import DataSet
 from mpidp.hdf5.files.describe import absolute_paths, describe
+from mpidp.hdf5.filters import inflater
 from mpidp.hdf5.loader import HDF5Loader
 from mpidp.hdf5.memory_budget import chunks_in_a_batch
 from mpidp.hdf5.order.order import Shuffle
-from mpidp.hdf5.rows.decoding import decoding
+from mpidp.hdf5.read import decoding
 from mpidp.tools.bench.loader_baselines import data_loader, one_row, whole_chunks
 from mpidp.tools.bench.loader_ceiling import Ceiling
 from mpidp.tools.bench.options import LoaderOptions

@@ -5,10 +5,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mpidp.hdf5.decode.filters import Bytes, Scratch, undo
-from mpidp.hdf5.decode.raw_file import RawFiles
-from mpidp.hdf5.decode.storage import Storage
-from mpidp.hdf5.files.dataset import DataSet
+from mpidp.hdf5.dataset import DataSet, Storage
+from mpidp.hdf5.decode import RawFiles
+from mpidp.hdf5.filters import Bytes, Scratch, undo
 
 
 class Ceiling:

@@ -8,10 +8,9 @@ import numpy.typing as npt
 
 from mpidp.errors import DataError
 from mpidp.hdf5.copy import Template, is_fixed_size
-from mpidp.hdf5.files.damage import HDF5_ERRORS, damage_told
-from mpidp.hdf5.files.dangling import Tree, identity, too_large, virtual_gaps, walk
+from mpidp.hdf5.files.contents import Tree, identity, too_large, virtual_gaps, walk
 from mpidp.hdf5.files.file import Facts, inspect, open_file
-from mpidp.hdf5.files.raw import fill_bytes, raw_block
+from mpidp.hdf5.files.types import HDF5_ERRORS, damage_told, fill_bytes, raw_block
 from mpidp.hdf5.order.keyed import IntArray
 from mpidp.printable import listed
 from mpidp.tools.convert.source import Source, SourceField, Values

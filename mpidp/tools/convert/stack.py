@@ -9,9 +9,8 @@ import numpy.typing as npt
 
 from mpidp.errors import DataError
 from mpidp.hdf5.copy import is_fixed_size
-from mpidp.hdf5.files.damage import HDF5_ERRORS
-from mpidp.hdf5.files.dangling import natural, walk
-from mpidp.hdf5.files.raw import raw_block
+from mpidp.hdf5.files.contents import natural, walk
+from mpidp.hdf5.files.types import HDF5_ERRORS, raw_block
 from mpidp.hdf5.order.keyed import IntArray
 from mpidp.printable import listed
 from mpidp.tools.convert.source import SourceField

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from mpidp.hdf5.files.listing import DatasetInfo
+from mpidp.hdf5.files.contents import DatasetInfo
 from mpidp.printable import listed
 from mpidp.tools.convert.plan import default_chunk_rows
 from mpidp.tools.table import size_text

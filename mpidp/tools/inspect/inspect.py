@@ -7,9 +7,9 @@ import warnings
 from collections import defaultdict
 
 from mpidp.errors import DataError
-from mpidp.hdf5.files.dataset import DataSet
+from mpidp.hdf5.dataset import DataSet
+from mpidp.hdf5.files.contents import DatasetInfo, FileInfo, list_datasets
 from mpidp.hdf5.files.describe import absolute_paths, describe
-from mpidp.hdf5.files.listing import DatasetInfo, FileInfo, list_datasets
 from mpidp.printable import listed
 from mpidp.tools.inspect.advice import advice, stack_advice
 from mpidp.tools.inspect.amplification import Order, StoredField, amplification

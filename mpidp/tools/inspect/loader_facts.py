@@ -1,9 +1,9 @@
 """A described data set enters; what the loader will do with it leaves, one line each."""
 
-from mpidp.hdf5.files.dataset import DataSet
+from mpidp.hdf5.dataset import DataSet
 from mpidp.hdf5.memory_budget import choose_mixing, choose_shuffle, default_node_bytes, first_batch_bytes
 from mpidp.hdf5.order.order import Order
-from mpidp.hdf5.rows.decoding import decoding, slow_paths
+from mpidp.hdf5.read import decoding, slow_paths
 from mpidp.tools.table import size_text
 from mpidp.world.memory import memory_limit
 

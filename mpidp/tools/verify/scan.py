@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpidp.hdf5.files.damage import HDF5_ERRORS
-from mpidp.hdf5.files.raw import raw_block
+from mpidp.hdf5.files.types import HDF5_ERRORS, raw_block
 from mpidp.hdf5.order.keyed import IntArray
 
 # So much is dealt to a rank at a time, and read at a time where there are no chunks.

@@ -10,9 +10,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mpidp.hdf5.files.damage import HDF5_ERRORS
-from mpidp.hdf5.files.dangling import too_large, virtual_gaps, walk
+from mpidp.hdf5.files.contents import too_large, virtual_gaps, walk
 from mpidp.hdf5.files.file import inspect, open_file
+from mpidp.hdf5.files.types import HDF5_ERRORS
 from mpidp.tools.data_options import VerifyOptions
 from mpidp.tools.ticker import Ticker
 from mpidp.tools.verify.report import FileReport, merge, to_json, to_text

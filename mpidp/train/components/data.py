@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mpidp.config import DataSection, RunConfig
 from mpidp.errors import ConfigError
-from mpidp.hdf5.decode.field import FieldSpec
+from mpidp.hdf5.field import FieldSpec
 from mpidp.hdf5.files.describe import describe
 from mpidp.hdf5.loader import HDF5Loader
 from mpidp.train.components.lookup import find

@@ -1,22 +1,84 @@
-"""Enters: a dataset's `Storage`, a range of its rows. Leaves: their stored values, without HDF5.
+"""Reading and decoding rows of a file without HDF5, given its `Storage`.
 
-Everything that takes time here - reading, inflating, copying - releases Python's lock, so threads decode side
-by side. Each thread works in buffers of its own.
+Everything that takes time here - reading, inflating, copying - releases Python's lock, so threads decode side by
+side. Each thread works in buffers of its own, and keeps a few descriptors: a data set may have more files than a
+process may open.
 """
 
+import errno
+import os
+import re
 import threading
-from collections.abc import Iterator
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from mpidp.errors import DataError
-from mpidp.hdf5.decode.filters import Bytes, Scratch, undo
-from mpidp.hdf5.decode.raw_file import RawFiles
-from mpidp.hdf5.decode.storage import Storage
+from mpidp.hdf5.dataset import Storage
+from mpidp.hdf5.filters import Bytes, Scratch, undo
+
+_MOST_AT_ONCE = 2**30  # Linux reads at most 2 GiB less a page in one call
+
+
+class RawFiles:
+    """Reads bytes of files. Each thread keeps at most `most_open` of them open, so that none waits for another."""
+
+    def __init__(self, most_open: int = 8) -> None:
+        self._most_open = most_open
+        self._own = threading.local()
+        self._all: list[OrderedDict[str, int]] = []
+
+    def read(self, path: str, offset: int, into: Bytes) -> None:
+        """Fill `into` with the bytes of the file from `offset` on.
+
+        Raises OSError as the system does, after a few attempts where it may pass, and `DataError` at the
+        file's end.
+        """
+        try:
+            _fill(self._descriptor(path), path, offset, into)
+        except OSError as error:
+            self._forget(path)  # a stale handle stays stale: the next attempt opens the file anew
+            retried(lambda: _fill(self._descriptor(path), path, offset, into), error, lambda: self._forget(path))
+
+    def close(self) -> None:
+        """Close all files, of all threads, none of which may be reading. Reading opens them again."""
+        for descriptors in self._all:
+            while descriptors:
+                os.close(descriptors.popitem()[1])
+
+    def _descriptor(self, path: str) -> int:
+        descriptors: OrderedDict[str, int] | None = getattr(self._own, "descriptors", None)
+        if descriptors is None:
+            descriptors = self._own.descriptors = OrderedDict()
+            self._all.append(descriptors)
+        descriptor = descriptors.get(path)
+        if descriptor is None:
+            while len(descriptors) >= self._most_open:
+                os.close(descriptors.popitem(last=False)[1])
+            descriptor = descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptors.move_to_end(path)
+        return descriptor
+
+    def _forget(self, path: str) -> None:
+        descriptor = getattr(self._own, "descriptors", {}).pop(path, None)
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _fill(descriptor: int, path: str, offset: int, into: Bytes) -> None:
+    done = 0
+    while done < len(into):
+        count = os.preadv(descriptor, [into[done : done + _MOST_AT_ONCE].data], offset + done)
+        if count == 0:
+            raise DataError(f"{path}: ends at byte {offset + done}, where {len(into) - done} more were expected")
+        done += count
+
 
 Array = npt.NDArray[Any]
 
@@ -198,3 +260,37 @@ def _runs(offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> list[
     breaks = np.flatnonzero(offsets[1:] - (offsets + sizes)[:-1] > _GAP_BYTES) + 1
     edges = [0, *breaks.tolist(), len(offsets)]
     return list(pairwise(edges))
+
+
+T = TypeVar("T")
+
+_TRANSIENT = {errno.EIO, errno.ESTALE, errno.EINTR}
+_BACK_OFF_S = (0.1, 0.4, 1.6)
+
+
+def retried(
+    action: Callable[[], T], failure: OSError | None = None, before_again: Callable[[], None] | None = None
+) -> T:
+    """Return action(), called again a few times, with pauses, after an I/O error that may pass.
+
+    failure: of an attempt that was already made. before_again: called before each further attempt.
+    """
+    for pause_s in _BACK_OFF_S:
+        try:
+            if failure is not None:
+                raise failure
+            return action()
+        except OSError as error:
+            if error_number(error) not in _TRANSIENT:
+                raise
+            failure = None
+        time.sleep(pause_s)
+        if before_again is not None:
+            before_again()
+    return action()
+
+
+def error_number(error: OSError) -> int | None:
+    """Return the system's error number; HDF5 often only writes it into its text."""
+    written = re.search(r"errno = (\d+)", str(error))
+    return error.errno or (int(written.group(1)) if written else None)

@@ -1,4 +1,4 @@
-"""Enters: values as a file stores them. Leaves: the same values as batches hold them, never wrapped.
+"""Conversion of stored values to those that batches hold, never wrapped.
 
 Works on NumPy arrays; bfloat16, which NumPy lacks, is kept as its 16 bits in uint16.
 """
@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidp.errors import DataError
-from mpidp.hdf5.decode.field import Decode, Field
-from mpidp.hdf5.decode.unpack import Packing
+from mpidp.hdf5.field import Decode, Field, Packing
 
 Array = npt.NDArray[Any]
 

@@ -1,4 +1,4 @@
-"""Enters: what a user says of a field. Leaves: the field as a batch holds it, its name, shape and dtype.
+"""Fields of a batch: what a user says of one, and its shape and dtype in memory.
 
 Plain names and numbers: neither files nor tensors are touched here.
 """
@@ -11,6 +11,37 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidp.errors import DataError
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How the values of a dataset are packed: value * scale + offset, in `dtype`.
+
+    Attributes:
+        missing: stored values that stand for none.
+        scale, offset: of the attributes scale_factor and add_offset.
+        dtype: of unpacked values, "float32" or "float64".
+        attributes: names of the attributes that say so.
+    """
+
+    missing: tuple[float, ...]
+    scale: float
+    offset: float
+    dtype: str
+    attributes: tuple[str, ...]
+
+    def unpack(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the unpacked values, NaN for those that are missing."""
+        wide = np.dtype(self.dtype)
+        unpacked = values.astype(wide)
+        if self.scale != 1.0:
+            unpacked *= wide.type(self.scale)
+        if self.offset != 0.0:
+            unpacked += wide.type(self.offset)
+        for number in self.missing:
+            unpacked[values == number] = np.nan
+        return unpacked
+
 
 Decode = Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
 

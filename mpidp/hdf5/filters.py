@@ -1,8 +1,7 @@
-"""Enters: the bytes of a chunk as they lie in the file, its filters. Leaves: the bytes of its values.
+"""The filters of a chunk, undone without HDF5, whose lock lets only one thread of a process decode at a time.
 
-Filters are undone without HDF5, whose lock lets only one thread of a process decode at a time. Inflating and
-the other codecs are imagecodecs' (libdeflate, measured fastest of five, benchmarks/loader.md), which releases
-Python's lock; without it deflate is left to `zlib`, and the other codecs to HDF5.
+Inflating and the other codecs are imagecodecs' (libdeflate, measured fastest of five, benchmarks/loader.md), which
+releases Python's lock; without it deflate is left to `zlib`, and the other codecs to HDF5.
 """
 
 import struct
@@ -15,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidp.errors import DataError
-from mpidp.hdf5.decode.storage import Filter
+from mpidp.hdf5.dataset import Filter
 
 imagecodecs: Any
 try:

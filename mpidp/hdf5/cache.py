@@ -1,4 +1,4 @@
-"""Enters: keys, and functions that make their values. Leaves: values, each made once while there is room to keep it."""
+"""A cache of bounded size for any number of threads, which makes each value once while there is room to keep it."""
 
 import threading
 from collections import OrderedDict

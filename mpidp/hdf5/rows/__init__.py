@@ -1,1 +1,0 @@
-"""Numbers of rows in, their values out."""
