@@ -21,7 +21,7 @@ import torch
 
 import mpidp
 from mpidp.tools.bench.workloads import MODELS, Workload, make_workload
-from mpidp.train.parallel.parallel import DataParallel
+from mpidp.train.data_parallel import DataParallel
 from mpidp.train.stop import StopSignal
 from mpidp.world.world import World
 

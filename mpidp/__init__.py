@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from mpidp.hdf5.field import FieldSpec
     from mpidp.hdf5.loader import HDF5Loader
     from mpidp.hdf5.shares import Shares, shares
-    from mpidp.train.batch_norm.sync import SyncBatchNorm
+    from mpidp.train.data_parallel import DataParallel
     from mpidp.train.elastic import Survivors
-    from mpidp.train.parallel.parallel import DataParallel
     from mpidp.train.records.trace import Trace
-    from mpidp.train.sharding.optimizer import ShardedOptimizer
+    from mpidp.train.sharded.optimizer import ShardedOptimizer
     from mpidp.train.stop import StopSignal
+    from mpidp.train.sync_batch_norm import SyncBatchNorm
     from mpidp.world.start import init
     from mpidp.world.world import World
 
@@ -43,14 +43,14 @@ __all__ = [
 
 _HOMES = {
     "Batch": "mpidp.hdf5.batch",
-    "DataParallel": "mpidp.train.parallel.parallel",
+    "DataParallel": "mpidp.train.data_parallel",
     "FieldSpec": "mpidp.hdf5.field",
     "HDF5Loader": "mpidp.hdf5.loader",
-    "ShardedOptimizer": "mpidp.train.sharding.optimizer",
+    "ShardedOptimizer": "mpidp.train.sharded.optimizer",
     "Shares": "mpidp.hdf5.shares",
     "StopSignal": "mpidp.train.stop",
     "Survivors": "mpidp.train.elastic",
-    "SyncBatchNorm": "mpidp.train.batch_norm.sync",
+    "SyncBatchNorm": "mpidp.train.sync_batch_norm",
     "Trace": "mpidp.train.records.trace",
     "World": "mpidp.world.world",
     "init": "mpidp.world.start",

@@ -1,1 +1,1 @@
-"""Gradients in, mean gradients out: flat buckets, and the strategies that sum them over ranks."""
+"""Mean gradients over the ranks: buckets, autograd's hooks, and the reducers."""

@@ -1,4 +1,4 @@
-"""A flat tensor in, its mean over ranks out, in place, with 16 bits travelling and float32 sums.
+"""Means of 16-bit numbers over ranks by exchange, with float32 sums and error feedback.
 
 MPI has no 16-bit floating-point type, and summing in 16 bits along a ring would round at every hop. So each rank
 becomes the owner of one part: it receives that part from everybody (Alltoall), adds in float32 in the order of ranks,
@@ -6,21 +6,62 @@ divides, rounds once, and everybody collects the results (Allgather). That is as
 
 A number is rounded to the 16-bit type twice, as a contribution and as the mean, by at most half a unit in the last
 place: the error is at most 2^-7 of the largest contribution for bfloat16 (8 significant bits), 2^-10 for float16 (11;
-and below 6e-5 its steps stay at 2^-24). A contribution to a float16 wire must fit: beyond 65504 it becomes infinite, as
+and below 6e-5 its steps stay at 2^-24). A contribution in float16 must fit: beyond 65504 it becomes infinite, as
 it would in a float16 gradient.
+
+Error feedback (Seide et al. 2014, "1-bit stochastic gradient descent"; Karimireddy et al. 2019): each rank keeps the
+difference between what it meant to send and what travelled, and adds it to its next contribution, so that small
+gradients are not lost for ever but delayed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from mpidp.reduce.pieces import pieces
-from mpidp.reduce.streams import synchronize_stream
+from mpidp.errors import LaunchError
 from mpidp.world.mpi import MPI
 from mpidp.world.waiting import wait
+
+# MPI counts are C ints, and libraries compute byte offsets in them too: stay far below 2^31 of either.
+MAX_PIECE_BYTES = 1 << 30
+
+
+def pieces(numel: int, itemsize: int, piece_bytes: int = MAX_PIECE_BYTES) -> Iterator[slice]:
+    """Consecutive slices that cover `range(numel)`, each of at most `piece_bytes` bytes (at least one element)."""
+    step = max(1, min(piece_bytes, MAX_PIECE_BYTES) // itemsize)
+    for start in range(0, numel, step):
+        yield slice(start, min(start + step, numel))
+
+
+def synchronize_stream(tensor: Tensor) -> None:
+    """Waits for the current stream of the tensor's device: MPI must not read before the kernels have written."""
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
+
+
+SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+WIRES = {"full": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def wire_dtype(gradient: torch.dtype, wire: str) -> torch.dtype:
+    """What travels for gradients of a (real) dtype.
+
+    16-bit gradients travel as they are. A 16-bit wire shortens float32 only: who computes in float64 wants the digits.
+
+    Args:
+        gradient: dtype of the gradients, as real numbers.
+        wire: "full", "bf16" or "fp16".
+
+    Raises:
+        LaunchError: an unknown wire.
+    """
+    if wire not in WIRES:
+        raise LaunchError(f"wire {wire!r} is unknown; allowed are {', '.join(WIRES)}")
+    shortened = WIRES[wire]
+    return shortened if shortened is not None and gradient == torch.float32 else gradient
 
 
 @dataclass(frozen=True)
@@ -131,3 +172,59 @@ def as_buffer(tensor: Tensor) -> object:
     """A 16-bit tensor as MPI takes it: its bits as integers."""
     bits = tensor.view(torch.int16)
     return bits if bits.is_cuda else bits.numpy()
+
+
+class ErrorFeedback:
+    """The rounding errors of one buffer on this rank.
+
+    Args:
+        flat: the buffer.
+        dtype: the 16-bit dtype that travels.
+        scale: what the buffer is multiplied by before it is rounded.
+    """
+
+    def __init__(self, flat: Tensor, dtype: torch.dtype, scale: float):
+        self._flat = flat
+        self._scale = scale
+        self._rounded = torch.empty_like(flat, dtype=dtype)
+        self._error = torch.zeros_like(flat)
+
+    @property
+    def error(self) -> Tensor:
+        """What will be added next time, real numbers like the buffer's."""
+        return self._error
+
+    def compensate(self) -> None:
+        """Adds the last error to the buffer, in place, and remembers the error that rounding it now will make."""
+        self._flat.add_(self._error)
+        torch.mul(self._flat, self._scale, out=self._error)
+        self._error.copy_(self._rounded.copy_(self._error)).div_(self._scale)
+        torch.sub(self._flat, self._error, out=self._error)
+        # What overflowed is gone: an infinite error would be added for ever.
+        self._error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+class Residuals:
+    """The rounding errors of all buffers of a model on this rank, so that a checkpoint can hold them.
+
+    Buffers come in the order of their first reduction, which is the same in every run of the same layout.
+    """
+
+    def __init__(self) -> None:
+        self._feedbacks: list[ErrorFeedback] = []
+        self._waiting: list[Tensor] = []  # loaded, for buffers that are yet to come
+
+    def add(self, feedback: ErrorFeedback) -> None:
+        """Takes in the next buffer, and gives it what was loaded for it."""
+        self._feedbacks.append(feedback)
+        if self._waiting:
+            feedback.error.copy_(self._waiting.pop(0))
+
+    def tensors(self) -> list[Tensor]:
+        """The errors themselves, not copies."""
+        return [feedback.error for feedback in self._feedbacks] + self._waiting
+
+    def load(self, errors: Sequence[Tensor]) -> None:
+        """Goes on with errors that `tensors` gave in a run of the same layout; before the first reduction."""
+        assert not self._feedbacks
+        self._waiting = list(errors)

@@ -1,18 +1,135 @@
-"""A bucket in, its mean out, by way of memory that all ranks of a node share; across nodes, by lanes."""
+"""The reducer `node`: sums in memory that the ranks of a node share, and across nodes slice by slice.
 
-from collections.abc import Callable, Sequence
+On a node nothing is sent. Each rank adds its own slice straight out of the segments of all ranks and writes the mean
+back to all of them: every byte is read once and written once, which is what copying costs.
+
+Across nodes the slice of local rank i is reduced with the slices of the ranks i of the other nodes, on a
+communicator of their own, so that all cores and network ports work at once.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from mpidp.reduce.buckets import Bucket
-from mpidp.reduce.buffers import plain_buffers, torch_dtype
-from mpidp.reduce.layout import ALIGNMENT_BYTES, BucketLayout
-from mpidp.reduce.node_mean import NodeMean, make_node_mean
-from mpidp.reduce.options import ReducerOptions
-from mpidp.reduce.transport import as_real, transports_of_all
+from mpidp.reduce.buckets import ALIGNMENT_BYTES, Bucket, BucketLayout, plain_buffers, torch_dtype
+from mpidp.reduce.exchange import SIXTEEN_BITS, pieces
+from mpidp.reduce.reducer import ReducerOptions
+from mpidp.reduce.transport import Transports, as_real, transports_of_all
+from mpidp.world.window import SharedWindow
 from mpidp.world.world import World
+
+log = logging.getLogger("mpidp")
+
+# A block of the first rank's segment stays in the second-level cache from the addition to the division.
+BLOCK_BYTES = 512 << 10
+
+
+class NodeMean:
+    """A window of the node and the sums in it. Construction is collective.
+
+    Attributes:
+        own: this rank's segment, uint8.
+
+    Args:
+        world: the ranks.
+        options: piece size, wire, error feedback of what crosses the network.
+        num_bytes: size of a segment, the same on every rank.
+        block_bytes: how much is added at a time.
+    """
+
+    def __init__(self, world: World, options: ReducerOptions, num_bytes: int, block_bytes: int = BLOCK_BYTES):
+        topology = world.topology
+        self._several_nodes = topology.num_nodes > 1
+        self._local_rank, self._local_size = topology.node_comm.rank, topology.node_comm.size
+        self._num_lanes = topology.num_lanes if self._several_nodes else self._local_size
+        self._block_bytes = block_bytes
+        self._pause_s = options.pause_s
+        self._wide = torch.empty(2, block_bytes // torch.float32.itemsize, dtype=torch.float32)
+        if self._several_nodes and topology.lane_comm is not None:
+            self._lane_of_sums = Transports(topology.lane_comm, options, world.size, across_nodes=True)
+            self._lane_of_means = Transports(topology.lane_comm, options, topology.num_nodes, across_nodes=True)
+        # What makes a node's sum its share of the mean over nodes, with few or many ranks a node.
+        self._share = topology.num_nodes / world.size
+        self._window = SharedWindow(topology.node_comm, num_bytes)
+        self.own = self._window.segments[self._local_rank]
+
+    def mean(self, start: int, numel: int, dtype: torch.dtype) -> None:
+        """Replaces `numel` real numbers from byte `start` of every segment by their mean over ranks. Collective."""
+        stop = start + numel * dtype.itemsize
+        flats = [segment[start:stop].view(dtype) for segment in self._window.segments]
+        self._window.synchronize(self._pause_s)  # what all ranks of the node wrote is there
+        if self._local_rank < self._num_lanes:
+            first, last = self._slice(numel, dtype.itemsize)
+            if first < last:
+                self._mean_of_slice([flat[first:last] for flat in flats])
+        self._window.synchronize(self._pause_s)  # all slices are written
+
+    def close(self) -> None:
+        """Lets go of the window. Not collective."""
+        self._window.free()
+
+    def _slice(self, numel: int, itemsize: int) -> tuple[int, int]:
+        """This rank's slice. Slices begin on cache lines, so that no two ranks write to one."""
+        line = max(1, ALIGNMENT_BYTES // itemsize)
+        edges = [min(numel, -(-numel * lane // self._num_lanes // line) * line) for lane in range(self._num_lanes + 1)]
+        return edges[self._local_rank], edges[self._local_rank + 1]
+
+    def _mean_of_slice(self, parts: list[Tensor]) -> None:
+        if not self._several_nodes:
+            for block in self._blocks(parts[0]):
+                self._add([part[block] for part in parts], divide_by=self._local_size)
+                self._hand_out([part[block] for part in parts])
+            return
+        narrow = parts[0].dtype in SIXTEEN_BITS
+        for block in self._blocks(parts[0]):
+            self._add([part[block] for part in parts], divide_by=1 / self._share if narrow else 1)
+        (self._lane_of_means if narrow else self._lane_of_sums).mean(parts[0])
+        self._hand_out(parts)
+
+    def _add(self, parts: list[Tensor], divide_by: float) -> None:
+        """Adds all parts into the first; 16-bit numbers in float32, rounded once."""
+        if parts[0].dtype not in SIXTEEN_BITS:
+            for part in parts[1:]:
+                parts[0].add_(part)
+            if divide_by != 1:
+                parts[0].div_(divide_by)
+            return
+        total, term = self._wide[:, : parts[0].numel()]
+        total.copy_(parts[0])
+        for part in parts[1:]:
+            total.add_(term.copy_(part))  # torch would widen into new memory
+        parts[0].copy_(total.div_(divide_by))
+
+    def _hand_out(self, parts: list[Tensor]) -> None:
+        for part in parts[1:]:
+            part.copy_(parts[0])
+
+    def _blocks(self, part: Tensor) -> Iterator[slice]:
+        return pieces(part.numel(), max(part.element_size(), torch.float32.itemsize), self._block_bytes)
+
+
+def make_node_mean(world: World, options: ReducerOptions, num_bytes: int) -> NodeMean | None:
+    """A NodeMean on every rank; None on all where some node cannot have its window, which it says. Collective."""
+    made: NodeMean | None = None
+    try:
+        made = NodeMean(world, options, num_bytes)
+    except OSError as error:
+        if world.local_rank == 0:
+            log.warning(
+                "%s: the ranks of this node cannot share memory (%s): gradients go through MPI's Allreduce instead, "
+                "which is slower",
+                world.host,
+                error,
+            )
+    if world.any(made is None):
+        if made is not None:
+            made.close()
+        return None
+    return made
+
 
 # Below this the two barriers cost more than MPI's own Allreduce takes.
 SMALL_BYTES = 128 << 10

@@ -1,21 +1,40 @@
-"""The contract of a reducer, and the table of those there are.
+"""The contract of a reducer, and its options.
 
 A reducer replaces each bucket by its mean over the ranks. The strategies differ only in how; `naive` is the
 specification that the others are tested against.
 """
 
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from mpidp.reduce.buckets import Bucket
-from mpidp.reduce.buffers import Allocate
-from mpidp.reduce.flat import FlatReducer
-from mpidp.reduce.naive import NaiveReducer
-from mpidp.reduce.node import NodeReducer
-from mpidp.reduce.null import NullReducer
-from mpidp.reduce.options import ReducerOptions
-from mpidp.reduce.staged import StagedReducer
-from mpidp.world.world import World
+from mpidp.reduce.buckets import Allocate, Bucket
+from mpidp.reduce.exchange import Residuals
+
+# Across a network. With a library that sends a large buffer in one go, every hop waits for the whole of it; pieces of a
+# mebibyte keep all links busy at once. `auto` measures; this is the value without a measurement.
+PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class ReducerOptions:
+    """Options that every reducer understands, as far as they concern it.
+
+    Attributes:
+        piece_bytes: the largest buffer given to one call of MPI; 0 for what suits: 1 MiB across a network, anything on
+            one node, where pieces would only cost calls.
+        wire: "full", or "bf16" or "fp16": 16 bits travel for float32 gradients.
+        error_feedback: add what rounding to the wire lost to the next step's gradient; costs 1.5 copies of them.
+        residuals: where the lost parts are noted, for checkpoints; not an option, and the same for all.
+        share_memory: let ranks of a node sum in memory that they share; it does not survive the death of one of them.
+        pause_s: how long a thread that waits for the network may sleep between two looks at it; 0 never sleeps.
+    """
+
+    piece_bytes: int = 0
+    wire: str = "full"
+    error_feedback: bool = False
+    pause_s: float = 0.0
+    share_memory: bool = field(default=True, repr=False)
+    residuals: Residuals | None = field(default=None, repr=False, compare=False)
 
 
 class Reducer(Protocol):
@@ -33,12 +52,3 @@ class Reducer(Protocol):
 
         When it returns, work queued on the current stream afterwards sees the mean.
         """
-
-
-REDUCERS: dict[str, Callable[[World, ReducerOptions], Reducer]] = {
-    "naive": NaiveReducer,
-    "flat": FlatReducer,
-    "node": NodeReducer,
-    "staged": StagedReducer,
-    "null": NullReducer,
-}

@@ -1,18 +1,116 @@
-"""A bucket in, its mean out, by way of two host buffers: for device memory that MPI must not be given."""
+"""The reducer `staged`: by way of two host buffers, for device memory that MPI must not be given.
+
+Three things work at once: the copy engine that brings pieces down to the host, the host that reduces them, and the
+copy engine that takes them up again. Two host buffers suffice: while one is being reduced, the other is first emptied
+upwards and then filled downwards. The order of all this is `staged_plan`, which can be checked without a GPU.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from mpidp.reduce.buckets import Bucket
-from mpidp.reduce.buffers import plain_buffers
-from mpidp.reduce.copy_streams import CopyStreams
-from mpidp.reduce.node_mean import NodeMean, make_node_mean
-from mpidp.reduce.options import ReducerOptions
-from mpidp.reduce.pieces import pieces
-from mpidp.reduce.staged_plan import staged_plan
+from mpidp.reduce.buckets import Bucket, plain_buffers
+from mpidp.reduce.exchange import pieces, wire_dtype
+from mpidp.reduce.node import NodeMean, make_node_mean
+from mpidp.reduce.reducer import ReducerOptions
 from mpidp.reduce.transport import as_real, transports_of_all
-from mpidp.reduce.wire import wire_dtype
 from mpidp.world.world import World
+
+
+@dataclass(frozen=True)
+class Step:
+    """One action on one piece.
+
+    Attributes:
+        action: "down" (device to host, on the down stream), "reduce" (on the host, blocking), "up" (host to device, on
+            the up stream).
+        piece: which piece.
+        buffer: which host buffer, 0 or 1.
+        after: the step whose end this one waits for, as (action, piece); None for no wait.
+    """
+
+    action: Literal["down", "reduce", "up"]
+    piece: int
+    buffer: int
+    after: tuple[str, int] | None
+
+
+def staged_plan(num_pieces: int) -> list[Step]:
+    """The steps in the order in which the host issues them.
+
+    "down" of piece k waits for "up" of piece k - 2, which had the same buffer; "reduce" waits for its "down". "up"
+    needs no wait: the host issues it when its reduction has returned.
+    """
+    steps: list[Step] = []
+    for piece in range(num_pieces + 1):
+        if piece < num_pieces:
+            steps.append(Step("down", piece, piece % 2, ("up", piece - 2) if piece >= 2 else None))
+        if piece > 0:
+            steps.append(Step("reduce", piece - 1, (piece - 1) % 2, ("down", piece - 1)))
+            steps.append(Step("up", piece - 1, (piece - 1) % 2, None))
+    return steps
+
+
+class CopyStreams:
+    """A stream for copies down and one for copies up. On a CPU the copies happen at once and there is no wait.
+
+    Args:
+        device: where the gradients are.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._on_gpu = device.type == "cuda"
+        self._events: dict[tuple[str, int], torch.cuda.Event] = {}
+        if self._on_gpu:
+            self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._up = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """The copies of one bucket: they begin after what the current stream has queued, and it goes on after them."""
+        self._events.clear()
+        if self._on_gpu:
+            self._down.wait_stream(torch.cuda.current_stream(self._device))
+        yield
+        if self._on_gpu:
+            torch.cuda.current_stream(self._device).wait_stream(self._up)
+
+    def down(self, step: Step, host: Tensor, part: Tensor) -> None:
+        """Queues a copy to the host; it waits for the step that `step.after` names."""
+        if not self._on_gpu:
+            host.copy_(part)
+            return
+        with torch.cuda.stream(self._down):
+            if step.after is not None:
+                self._down.wait_event(self._events[step.after])
+            # Shortened on the device, if the dtypes differ, so that the copy itself is one of bytes.
+            host.copy_(part.to(host.dtype), non_blocking=True)
+            self._record(step, self._down)
+
+    def up(self, step: Step, part: Tensor, host: Tensor) -> None:
+        """Queues a copy to the device."""
+        if not self._on_gpu:
+            part.copy_(host)
+            return
+        with torch.cuda.stream(self._up):
+            part.copy_(host, non_blocking=True)
+            self._record(step, self._up)
+
+    def wait_on_host(self, step: Step) -> None:
+        """Blocks this thread until the step that `step.after` names is done on the device."""
+        if self._on_gpu and step.after is not None:
+            self._events[step.after].synchronize()
+
+    def _record(self, step: Step, stream: torch.cuda.Stream) -> None:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+        self._events[step.action, step.piece] = event
+
 
 # Large enough for the full bandwidth of the bus and of shared memory, small enough that the first piece is down, and
 # the reduction can begin, soon.

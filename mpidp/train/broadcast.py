@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from mpidp.reduce.pieces import pieces
+from mpidp.reduce.exchange import pieces
 from mpidp.world.world import World
 
 

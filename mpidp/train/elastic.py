@@ -18,8 +18,8 @@ from mpidp.hdf5.loader import HDF5Loader
 from mpidp.printable import listed
 from mpidp.train import rng
 from mpidp.train.checkpoints.checkpoint import folder_name
-from mpidp.train.parallel.remembered_reducer import remember
-from mpidp.train.sharding.optimizer import ShardedOptimizer
+from mpidp.train.remembered_reducer import remember
+from mpidp.train.sharded.optimizer import ShardedOptimizer
 from mpidp.world import communicators
 from mpidp.world.abort import SHARED_MARK
 from mpidp.world.elastic import Loss, Person, Recovery

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from mpidp.config import RunConfig
 from mpidp.errors import DataError, MpidpError
-from mpidp.train.batch_norm.too_few import explain_batch_norm
-from mpidp.train.parallel.parallel import DataParallel
+from mpidp.train.batch_norm import explain_batch_norm
+from mpidp.train.data_parallel import DataParallel
 from mpidp.world import communicators
 from mpidp.world.abort import MEMORY_ADVICE, SHARED_MARK, is_out_of_memory
 from mpidp.world.status import status

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from mpidp.errors import MismatchError
 from mpidp.printable import listed
-from mpidp.train.bits import Piece, cut, flat, sum_of_bits
 from mpidp.train.broadcast import broadcast_tensor
+from mpidp.train.checksum import Piece, cut, flat, sum_of_bits
 from mpidp.train.signature import check_same
 from mpidp.world.abort import SHARED_MARK
 from mpidp.world.agreement import DelayedEquality

@@ -12,7 +12,7 @@ from mpidp.train.checkpoints import checkpoint
 from mpidp.train.checkpoints.choose import newest_readable
 from mpidp.train.checkpoints.saver import Saver
 from mpidp.train.records.run_folder import RunFolder
-from mpidp.train.sharding import keep
+from mpidp.train.sharded import keep
 
 if TYPE_CHECKING:
     from mpidp.train.trainer import Trainer

@@ -16,25 +16,25 @@ from mpidp.errors import DataError
 from mpidp.hdf5.batch import Batch
 from mpidp.hdf5.loader import HDF5Loader
 from mpidp.train import rng
-from mpidp.train.batch_norm.sync import SyncBatchNorm, sync_layers
 from mpidp.train.components.components import build_model, build_optimizer, build_scheduler
 from mpidp.train.components.data import build_loaders
 from mpidp.train.components.losses import build_loss
 from mpidp.train.components.on_end import build_on_end
 from mpidp.train.elastic import Part, Survivor, Survivors
-from mpidp.train.parallel.remembered_reducer import remember, wrap
 from mpidp.train.records.metrics import MetricsFile, Tally
 from mpidp.train.records.progress import Progress
 from mpidp.train.records.recorder import Recorder
 from mpidp.train.records.run_folder import RunFolder
 from mpidp.train.records.trace import Trace
 from mpidp.train.refusal import explain
+from mpidp.train.remembered_reducer import remember, wrap
 from mpidp.train.requeue import choose_resume, for_array_task
 from mpidp.train.resume import make_saver, restore, save
-from mpidp.train.sharding.optimizer import ShardedOptimizer
+from mpidp.train.sharded.optimizer import ShardedOptimizer
 from mpidp.train.signature import check_same
 from mpidp.train.stop import StopSignal
 from mpidp.train.summary import describe_epoch, describe_newest, describe_start, describe_stop, summarise
+from mpidp.train.sync_batch_norm import SyncBatchNorm, sync_layers
 from mpidp.world.abort import MEMORY_ADVICE, is_out_of_memory
 from mpidp.world.cores import warn_of_cores
 from mpidp.world.start import init

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import mpidp
 from mpidp.reduce.buckets import Buckets
-from mpidp.reduce.options import ReducerOptions
-from mpidp.reduce.reducer import REDUCERS, Reducer
-from mpidp.reduce.wire import SIXTEEN_BITS, wire_dtype
+from mpidp.reduce.choice import REDUCERS
+from mpidp.reduce.exchange import SIXTEEN_BITS, wire_dtype
+from mpidp.reduce.reducer import Reducer, ReducerOptions
 
 NAMES = [name for name in REDUCERS if name != "null"]  # null averages nothing
 FORMATS = (  # dtype of the gradients, and wire

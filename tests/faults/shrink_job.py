@@ -38,11 +38,11 @@ import signal
 
 import torch
 
-import mpidp.reduce.flat
+import mpidp.reduce.simple
 import mpidp.train.checkpoints.saver
-import mpidp.train.sharding.channel
-import mpidp.train.sharding.optimizer
-import mpidp.train.sharding.shard
+import mpidp.train.sharded.gather
+import mpidp.train.sharded.optimizer
+import mpidp.train.sharded.optimizer
 import mpidp.train.elastic
 import mpidp.world.elastic
 from mpidp.world.current import current_world
@@ -82,14 +82,14 @@ def dies_at(point, holder, name, afterwards=False):
     setattr(holder, name, wrapped)
 
 
-dies_at("reduce", mpidp.reduce.flat.FlatReducer, "mean")
+dies_at("reduce", mpidp.reduce.simple.FlatReducer, "mean")
 dies_at("agree", mpidp.train.elastic.Survivors, "agree")
 dies_at("checkpoint", mpidp.train.checkpoints.saver, "write_parts")
 dies_at("shrink", mpidp.world.elastic.Recovery, "shrink")
 dies_at("rebuild", mpidp.world.elastic.Recovery, "_rebuild")
-dies_at("gather", mpidp.train.sharding.channel.Messages, "exchange")
-dies_at("deal", mpidp.train.sharding.optimizer, "collect")
-dies_at("dealt", mpidp.train.sharding.shard.Shard, "hold", afterwards=True)
+dies_at("gather", mpidp.train.sharded.gather.Messages, "exchange")
+dies_at("deal", mpidp.train.sharded.optimizer, "collect")
+dies_at("dealt", mpidp.train.sharded.optimizer.Shard, "hold", afterwards=True)
 
 
 class Net(torch.nn.Module):

@@ -6,8 +6,8 @@ from torch import nn
 
 import mpidp
 from mpidp.reduce.buckets import Buckets
-from mpidp.reduce.options import ReducerOptions
-from mpidp.reduce.reducer import REDUCERS
+from mpidp.reduce.choice import REDUCERS
+from mpidp.reduce.reducer import ReducerOptions
 from mpidp.reduce.staged import StagedReducer
 
 NUMEL = 5_000_003

@@ -8,7 +8,7 @@ from mpi_helpers import same_bits
 from torch import Tensor, nn
 
 import mpidp
-from mpidp.train.batch_norm.statistics import combine_statistics
+from mpidp.train.batch_norm import combine_statistics
 
 
 def model() -> nn.Sequential:

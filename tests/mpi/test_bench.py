@@ -5,7 +5,7 @@ import pytest
 from mpidp.errors import MpidpError
 from mpidp.models.gpt import gpt
 from mpidp.reduce.buckets import Bucket
-from mpidp.reduce.flat import FlatReducer
+from mpidp.reduce.simple import FlatReducer
 from mpidp.tools.bench import allreduce as bench_allreduce
 from mpidp.tools.bench import step as bench_step
 from mpidp.tools.bench import workloads

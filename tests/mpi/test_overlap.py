@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mpidp
 from mpidp.models.gpt import gpt
-from mpidp.reduce.reducer import REDUCERS
+from mpidp.reduce.choice import REDUCERS
 
 SUMMING = [name for name in REDUCERS if name != "null"]
 

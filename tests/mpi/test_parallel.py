@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812  # the name every PyTorch pro
 
 import mpidp
 from mpidp.models.cnn import cnn
-from mpidp.reduce.reducer import REDUCERS
+from mpidp.reduce.choice import REDUCERS
 
 SUMMING = ["auto", *(name for name in REDUCERS if name != "null")]
 OPTIMIZERS: dict[str, Any] = {

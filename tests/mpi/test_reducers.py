@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import mpidp
 from mpidp.reduce.buckets import Buckets
-from mpidp.reduce.options import ReducerOptions
-from mpidp.reduce.reducer import REDUCERS
+from mpidp.reduce.choice import REDUCERS
+from mpidp.reduce.reducer import ReducerOptions
 
 SUMMING = [name for name in REDUCERS if name != "null"]
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64]

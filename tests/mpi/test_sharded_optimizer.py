@@ -13,16 +13,12 @@ from torch import Tensor, nn
 
 import mpidp
 from mpidp.errors import LaunchError, MismatchError, MpidpError
-from mpidp.train.sharding import optimizer as optimizer_module
-from mpidp.train.sharding.channel import Messages, make_channel
-from mpidp.train.sharding.collect import collect
-from mpidp.train.sharding.divisible import ELEMENTWISE
-from mpidp.train.sharding.gather import Gather
-from mpidp.train.sharding.keep import own_state, restore, shared_state
-from mpidp.train.sharding.layout import Run, shards
-from mpidp.train.sharding.optimizer import ShardedOptimizer
-from mpidp.train.sharding.saved import RANKS, SavedPart
-from mpidp.train.sharding.state import cut
+from mpidp.train.sharded import optimizer as optimizer_module
+from mpidp.train.sharded.gather import Gather, Messages, make_channel
+from mpidp.train.sharded.keep import own_state, restore, shared_state
+from mpidp.train.sharded.layout import Run, shards
+from mpidp.train.sharded.optimizer import ELEMENTWISE, ShardedOptimizer
+from mpidp.train.sharded.state import RANKS, SavedPart, collect, cut
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "SGD": [{"momentum": 0.9, "nesterov": True}],

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 import mpidp
-from mpidp.reduce import node_mean
+from mpidp.reduce import node as node_mean
 from mpidp.reduce.buckets import Buckets
-from mpidp.reduce.options import ReducerOptions
-from mpidp.reduce.reducer import REDUCERS
+from mpidp.reduce.choice import REDUCERS
+from mpidp.reduce.reducer import ReducerOptions
 
 NUMEL = 100_000  # large enough for the window
 

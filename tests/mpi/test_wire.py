@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 import mpidp
 from mpidp.reduce.buckets import Buckets
-from mpidp.reduce.options import ReducerOptions
-from mpidp.reduce.reducer import REDUCERS
+from mpidp.reduce.choice import REDUCERS
+from mpidp.reduce.reducer import ReducerOptions
 
 SUMMING = [name for name in REDUCERS if name != "null"]
 # Of the largest contribution: half a unit in the last place when it is sent, as much for the mean.

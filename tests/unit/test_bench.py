@@ -13,7 +13,7 @@ from mpidp.cli import main
 from mpidp.errors import ConfigError, LaunchError, MpidpError
 from mpidp.models.gpt import gpt
 from mpidp.reduce.buckets import Bucket
-from mpidp.reduce.flat import FlatReducer
+from mpidp.reduce.simple import FlatReducer
 from mpidp.tools.bench import allreduce as bench_allreduce
 from mpidp.tools.bench import baselines, workloads
 from mpidp.tools.bench import step as bench_step

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpidp.train.bits import Piece, cut, flat, replicated, sum_of_bits
+from mpidp.train.checksum import Piece, cut, flat, replicated, sum_of_bits
 from mpidp.train.replicas import Diverged, find_diverged
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex128, torch.bool, torch.int64]

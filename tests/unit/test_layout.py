@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpidp.reduce.layout import ALIGNMENT_BYTES, BucketLayout, bucket_layout
-from mpidp.reduce.pieces import MAX_PIECE_BYTES, pieces
+from mpidp.reduce.buckets import ALIGNMENT_BYTES, BucketLayout, bucket_layout
+from mpidp.reduce.exchange import MAX_PIECE_BYTES, pieces
 
 ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex128": 16}
 PARAMETERS = st.lists(st.tuples(st.integers(0, 3000), st.sampled_from(sorted(ITEMSIZES))), max_size=40)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mpidp.errors import CheckpointError, MpidpError
-from mpidp.train.parallel.load_state import load_plain_state
+from mpidp.train.data_parallel import load_plain_state
 from mpidp.train.signature import check_not_wrapped
 
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpidp.train.batch_norm.moments import Moments, mean_of_sums, moments_of, reduced_dimensions
+from mpidp.train.sync_group import Moments, mean_of_sums, moments_of, reduced_dimensions
 
 
 def combined(parts: list[Moments]) -> Moments:

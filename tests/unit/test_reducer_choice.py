@@ -5,10 +5,8 @@ from typing import Any
 import pytest
 
 from mpidp.errors import LaunchError
-from mpidp.reduce.choice import Choice, Facts, choose, pick
-from mpidp.reduce.measure import Candidate, Timing, candidates
-from mpidp.reduce.options import ReducerOptions
-from mpidp.reduce.reducer import REDUCERS
+from mpidp.reduce.choice import REDUCERS, Candidate, Choice, Facts, Timing, candidates, choose, pick
+from mpidp.reduce.reducer import ReducerOptions
 
 WHY = "the reason given"
 

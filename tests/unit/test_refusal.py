@@ -13,7 +13,7 @@ from torch import nn
 
 import mpidp
 from mpidp.errors import DataError, MpidpError
-from mpidp.train.batch_norm.too_few import explain_batch_norm
+from mpidp.train.batch_norm import explain_batch_norm
 
 Run = Callable[..., Path]
 

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mpidp.errors import MpidpError
-from mpidp.train.sharding.gather import pieces
-from mpidp.train.sharding.layout import BLOCK, Run, holders, overlap, shards, sources
-from mpidp.train.sharding.saved import RANKS, SHAPES, plain_state
-from mpidp.train.sharding.state import cut, join
+from mpidp.train.sharded.gather import pieces
+from mpidp.train.sharded.layout import BLOCK, Run, holders, overlap, shards, sources
+from mpidp.train.sharded.state import RANKS, SHAPES, cut, join, plain_state
 
 NUMELS = st.lists(st.integers(0, 1000), min_size=1, max_size=8)
 COUNTS = st.integers(1, 9)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpidp.reduce.staged_plan import Step, staged_plan
+from mpidp.reduce.staged import Step, staged_plan
 
 
 class Streams:

@@ -12,7 +12,7 @@ import mpidp
 from mpidp.config import from_dict
 from mpidp.config_checks import validate
 from mpidp.errors import ConfigError, MpidpError
-from mpidp.train.batch_norm.sync import sync_layers
+from mpidp.train.sync_batch_norm import sync_layers
 
 LAYERS: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
     "1d": (nn.BatchNorm1d, (5, 3)),

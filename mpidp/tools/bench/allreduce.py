@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from mpidp.errors import LaunchError, MpidpError
 from mpidp.reduce.buckets import Buckets
-from mpidp.reduce.choice import decide, make_reducer
-from mpidp.reduce.options import ReducerOptions
-from mpidp.reduce.reducer import REDUCERS, Reducer
+from mpidp.reduce.choice import REDUCERS, decide, make_reducer
+from mpidp.reduce.reducer import Reducer, ReducerOptions
 from mpidp.tools.bench.baselines import gloo_sum
 from mpidp.tools.bench.options import BUFFER_ITEMSIZE, AllreduceOptions
 from mpidp.tools.bench.report import Row

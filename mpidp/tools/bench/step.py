@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from mpidp.errors import MpidpError
-from mpidp.reduce.reducer import REDUCERS
+from mpidp.reduce.choice import REDUCERS
 from mpidp.tools.bench.baselines import ddp
 from mpidp.tools.bench.options import StepOptions
 from mpidp.tools.bench.report import Row
 from mpidp.tools.bench.timing import Side, Times, measure
 from mpidp.tools.bench.variant import parse_variant
 from mpidp.tools.bench.workloads import Workload, make_workload
-from mpidp.train.parallel.parallel import DataParallel
+from mpidp.train.data_parallel import DataParallel
 from mpidp.world.mpi import MPI
 from mpidp.world.world import World
 

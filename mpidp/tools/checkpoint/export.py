@@ -54,7 +54,7 @@ def export(place: Path, output: Path | None, kind: str, with_optimizer: bool) ->
 
 def _optimizer(state: dict[str, Any], path: Path) -> dict[str, Any]:
     """The plain optimizer's state, put together where each rank saved its share."""
-    from mpidp.train.sharding.saved import plain_state
+    from mpidp.train.sharded.state import plain_state
 
     return plain_state(state["optimizer"], partial(read_shard, path))
 

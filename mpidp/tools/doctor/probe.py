@@ -24,7 +24,7 @@ from mpidp.models.mlp import mlp
 from mpidp.tools.bench.timing import Side, measure
 from mpidp.train.checkpoints.checkpoint import load
 from mpidp.train.checkpoints.saver import Saver
-from mpidp.train.parallel.parallel import DataParallel
+from mpidp.train.data_parallel import DataParallel
 from mpidp.world.mpi import MPI
 from mpidp.world.start import init
 from mpidp.world.world import World

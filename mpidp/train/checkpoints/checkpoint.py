@@ -129,7 +129,7 @@ def read(path: Path, name: str) -> dict[str, Any]:
 
 
 def read_shard(path: Path, rank: int) -> list[Any]:
-    """What a rank saved of an optimizer in shards (`mpidp.train.sharding.saved`).
+    """What a rank saved of an optimizer in shards (`mpidp.train.sharded.state`).
 
     Raises:
         CheckpointError: as `read` does.

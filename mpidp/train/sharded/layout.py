@@ -1,6 +1,6 @@
-"""Sizes of parameters and a number of ranks in; which elements of which parameter belong to which shard out.
+"""Which elements of which parameter belong to which shard. Pure arithmetic.
 
-Pure arithmetic. All parameters, one behind the other, are cut into as many stretches as there are ranks. A cut comes
+All parameters, one behind the other, are cut into as many stretches as there are ranks. A cut comes
 only where a parameter has a multiple of `BLOCK` elements before it, so that vector kernels do with each element what
 they would do with it in the whole parameter.
 """

@@ -12,8 +12,8 @@ from torch import nn
 
 from mpidp.config import ReduceSection
 from mpidp.errors import RecordError
-from mpidp.reduce.reducer import REDUCERS
-from mpidp.train.parallel.parallel import DataParallel
+from mpidp.reduce.choice import REDUCERS
+from mpidp.train.data_parallel import DataParallel
 from mpidp.world.record_file import read_json, write_json
 from mpidp.world.world import World
 

@@ -1,18 +1,20 @@
-"""An optimizer's state of whole parameters in, that of runs of their elements out; and back.
+"""The state of an optimizer, cut into that of runs of its parameters' elements, and put together again.
 
 A state is what `torch.optim` keeps for a parameter, by name: tensors of the parameter's shape, of which a run has its
 part, in one dimension; and numbers that are the same for all its elements, such as the count of steps.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mpidp.errors import MpidpError
-from mpidp.train.bits import flat_like
-from mpidp.train.sharding.layout import Run, by_parameter, overlap, place
+from mpidp.train.checksum import flat_like
+from mpidp.train.sharded.gather import bytes_of
+from mpidp.train.sharded.layout import Run, by_parameter, overlap, place, sources
+from mpidp.world.mpi import MPI
 
 State = dict[str, Any]
 Part = tuple[Run, State]
@@ -122,3 +124,81 @@ def _shaped(value: Tensor, parameter: Tensor) -> Tensor:
 
 def _is_cut(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 1
+
+
+# Keys that a plain optimizer's state does not have: over how many ranks it was sharded, and of each parameter shape and
+# strides, as elements are cut in the order in which they lie in memory.
+RANKS, SHAPES = "ranks", "shapes"
+
+SavedPart = tuple[int, int, int, dict[str, Any]]  # parameter, start, stop, state
+ReadRank = Callable[[int], list[SavedPart]]
+
+
+def plain_state(saved: dict[str, Any], read: ReadRank) -> dict[str, Any]:
+    """The `state_dict` that the plain optimizer would have.
+
+    Args:
+        saved: what all ranks share; returned as it is if it is of a plain optimizer.
+        read: gives what a rank keeps for itself.
+    """
+    if RANKS not in saved:
+        return saved
+    parts = [part for rank in range(saved[RANKS]) for part in to_parts(read(rank))]
+    return full_state_dict(saved["param_groups"], like(saved), parts)
+
+
+def like(saved: dict[str, Any]) -> list[Tensor]:
+    """The parameters, without memory."""
+    return [torch.empty_strided(shape, strides, device="meta") for shape, strides in saved[SHAPES]]
+
+
+def to_parts(saved: Iterable[SavedPart]) -> list[Part]:
+    """What a rank keeps for itself, as runs with their state."""
+    return [(Run(parameter, start, stop), state) for parameter, start, stop, state in saved]
+
+
+# Elements sent at once: their state is copied to the host, and each rank keeps what it wants.
+PIECE = 1 << 22
+
+
+def collect(
+    comm: MPI.Intracomm,
+    numels: Sequence[int],
+    held: Sequence[Part],
+    wanted: Sequence[Run],
+    flats: Sequence[Tensor] | None = None,
+) -> list[State]:
+    """Broadcasts the state of all elements, once, piece by piece. Collective.
+
+    Every rank sees all of it, and keeps little: it is for after a loss, and for saving, not for every step.
+
+    Args:
+        comm: the ranks.
+        numels: elements of each parameter.
+        held: what this rank has; several ranks may have the same.
+        wanted: what it wants to have.
+        flats: the memory of the parameters, to take their elements, too, from who holds them; None for state only.
+
+    Returns:
+        The state of each wanted run, in host memory.
+
+    Raises:
+        LookupError: on all ranks, the first run that nobody holds.
+    """
+    lists: list[list[Run]] = comm.allgather([run for run, _ in held])
+    found: dict[Run, list[Part]] = {run: [] for run in wanted}
+    of_parameter = by_parameter(found, lambda run: run)
+    for source in sources(numels, lists, PIECE):
+        message: tuple[State, Tensor | None] | None = None
+        if source.rank == comm.rank:
+            part = select(source.run, held[source.index])
+            assert part is not None
+            message = to_host(part[1]), None if flats is None else bytes_of(flats[part[0].parameter], part[0]).cpu()
+        state, values = comm.bcast(message, root=source.rank)
+        if flats is not None and values is not None and source.rank != comm.rank:
+            bytes_of(flats[source.run.parameter], source.run).copy_(values)
+        for run in of_parameter.get(source.run.parameter, []):
+            part = select(run, (source.run, state))
+            if part is not None:
+                found[run].append(part)
+    return [join(run, found.pop(run)) for run in wanted]

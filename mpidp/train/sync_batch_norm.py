@@ -1,18 +1,103 @@
-"""Activations of one rank in, the same normalised over the samples of all ranks out; also for uneven and no samples."""
+"""The layer `SyncBatchNorm`: batch norm over the samples of all ranks, also for uneven and no samples."""
 
+from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F  # noqa: N812  # the name every PyTorch program gives it
 
 from mpidp.errors import DataError, MpidpError
-from mpidp.train.batch_norm.group import SyncGroup
-from mpidp.train.batch_norm.moments import Moments, moments_of, widened
-from mpidp.train.batch_norm.normalise import Normalise
 from mpidp.train.signature import check_same
+from mpidp.train.sync_group import (
+    FAILED,
+    FORWARD,
+    REDUCTION,
+    Moments,
+    SyncGroup,
+    moments_of,
+    reduced_dimensions,
+    widened,
+)
 from mpidp.world.abort import SHARED_MARK
 from mpidp.world.world import World
+
+
+class Normalise(torch.autograd.Function):
+    """Normalises by given statistics, which are a function of the inputs of all ranks: backward adds their part.
+
+    Arguments of `apply`, besides torch's of batch norm:
+
+        count: values a channel of all ranks.
+        sum_over_ranks: takes float64 numbers in host memory; called in backward, where the input has a gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        variance: Tensor,
+        eps: float,
+        count: int,
+        sum_over_ranks: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Output of the input's shape, dtype and strides. Not collective."""
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(input, weight, mean, variance)
+        ctx.eps, ctx.count, ctx.sum_over_ranks = eps, count, sum_over_ranks
+        # With 16-bit inputs torch's kernels want parameters and statistics of one dtype, and statistics are float32.
+        if input.dtype != mean.dtype and weight is not None and bias is not None:
+            weight, bias = widened(weight), widened(bias)
+        return F.batch_norm(input, mean, variance, weight, bias, False, 0.0, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradient of the sum over ranks of what each rank calls backward on.
+
+        DataParallel divides that sum by the number of ranks. Weight and bias get the part of this rank's outputs;
+        DataParallel adds the others'. No gradient (None) is that of a rank whose loss is a mean over nothing: it
+        adds nothing, but its samples, if it has any, moved the others' outputs.
+        """
+        input, weight, mean, variance = ctx.saved_tensors  # by every rank: under checkpointing this runs forward
+        inverse = (variance + ctx.eps).rsqrt()
+        normal = (widened(input) - _spread(mean, input)).mul_(_spread(inverse, input))
+        sums = mean.new_zeros(2, len(mean))
+        if gradient is not None:
+            gradient, dimensions = widened(gradient), reduced_dimensions(input)
+            sums = torch.stack([gradient.sum(dimensions), (gradient * normal).sum(dimensions)])
+        of_bias, of_weight = (None, None) if gradient is None or weight is None else sums.to(weight.dtype)
+        of_input = None
+        if ctx.needs_input_grad[0]:
+            totals = ctx.sum_over_ranks(sums.double().cpu().flatten())  # one copy from the device and one back
+            means = (totals.view(2, -1) / max(1, ctx.count)).to(sums)
+            scale = inverse if weight is None else inverse * widened(weight)
+            if gradient is not None or len(input):
+                of_input = _gradient_of_input(normal, gradient, means, scale).to(input.dtype)
+        return of_input, of_weight, of_bias, None, None, None, None, None
+
+
+def _gradient_of_input(normal: Tensor, gradient: Tensor | None, means: Tensor, scale: Tensor) -> Tensor:
+    """In the memory of the normalised input, which lies as the input does.
+
+    Statistics depend on every input, so an input moves the outputs of all ranks by mean and variance as well. That
+    takes the mean of the outputs' gradients away, and their mean product with the normalised input times that input.
+    """
+    result = normal.mul_(-_spread(means[1], normal)).sub_(_spread(means[0], normal))
+    if gradient is not None:
+        result.add_(gradient)
+    return result.mul_(_spread(scale, normal))
+
+
+def _spread(channels: Tensor, batch: Tensor) -> Tensor:
+    """One number a channel, in a shape that meets the batch's."""
+    return channels.view(1, -1, *[1] * (batch.dim() - 2))
+
 
 M = TypeVar("M", bound=nn.Module)
 _BatchNorm = nn.modules.batchnorm._BatchNorm
@@ -156,3 +241,61 @@ def _find(module: nn.Module) -> dict[str, _BatchNorm]:
                 f"knows torch's BatchNorm1d, 2d, 3d and SyncBatchNorm. Make it one of these."
             )
     return layers
+
+
+class Lockstep:
+    """Has the ranks meet before each forward pass and each reduction of gradients.
+
+    Args:
+        module: the model; its layers are looked for once.
+    """
+
+    def __init__(self, module: nn.Module):
+        self._layers = sync_layers(module)
+        self._is_in_pass = False  # between a forward pass and the end of its backward
+
+    def before_forward(self) -> None:
+        """Collective.
+
+        Raises:
+            Exception: on all ranks, what another rank failed by.
+            MismatchError: on all ranks, another rank does not run the model now.
+        """
+        if (group := self._group()) is not None:
+            group.meet(FORWARD)
+            self._is_in_pass = torch.is_grad_enabled()
+
+    def before_reduction(self) -> None:
+        """Collective.
+
+        Raises:
+            MismatchError: on all ranks, another rank runs the model once more.
+        """
+        if (group := self._group()) is not None:
+            group.meet(REDUCTION)
+
+    def fail(self, error: Exception) -> None:
+        """This rank cannot run the model now. Collective, and raises on all ranks; without layers it does nothing.
+
+        Once this rank is inside a pass, the others may be in any layer: then the error is raised here alone.
+        """
+        if (group := self._group()) is None:
+            return
+        if self._is_in_pass:
+            raise error
+        group.meet(FAILED, error)
+
+    def after_backward(self) -> None:
+        """A backward pass is over, or has failed. Not collective."""
+        self._is_in_pass = False
+
+    def rebuild(self) -> None:
+        """Goes on after ranks were lost. Collective."""
+        self._is_in_pass = False
+        for group in dict.fromkeys(layer.group for layer in self._layers if layer.group is not None):
+            group.rebuild()
+
+    def _group(self) -> SyncGroup | None:
+        """Whom layers will communicate with in the next forward pass; None if they will not."""
+        groups = (layer.group for layer in self._layers if layer.training)
+        return next((group for group in groups if group is not None and group.size > 1), None)

@@ -10,16 +10,15 @@ from torch import Tensor, nn
 
 from mpidp.errors import LaunchError, MpidpError
 from mpidp.reduce.choice import Choice, make_reducer
-from mpidp.reduce.feedback import Residuals
+from mpidp.reduce.exchange import Residuals
+from mpidp.reduce.hooks import BackwardWatch
 from mpidp.reduce.reduction import Reduction
-from mpidp.train.batch_norm.lockstep import Lockstep
-from mpidp.train.bits import replicated
-from mpidp.train.parallel.backward import BackwardWatch
-from mpidp.train.parallel.same_step import Place, digest_options, learning_rates, raise_different
-from mpidp.train.parallel.step_check import StepCheck
-from mpidp.train.parallel.step_watch import mean_loss, unwatch_steps, watch_steps
+from mpidp.train.checksum import replicated
+from mpidp.train.optimizer_steps import StepCheck, mean_loss, unwatch_steps, watch_steps
 from mpidp.train.replicas import ReplicaCheck
+from mpidp.train.same_step import Place, digest_options, learning_rates, raise_different
 from mpidp.train.signature import check_same, module_signature
+from mpidp.train.sync_batch_norm import Lockstep
 from mpidp.world import communicators
 from mpidp.world.status import BETWEEN, NO_BATCH, status
 from mpidp.world.topology import Topology, make_topology

@@ -1,6 +1,6 @@
-"""A module's parameters and outputs in; when each gradient comes, and when a backward pass is over, out.
+"""Hooks in autograd that tell when a gradient comes, and when a backward pass is over.
 
-Hooks are held by autograd, where the garbage collector does not look, so they hold their listener weakly.
+Autograd holds them where the garbage collector does not look, so they hold their listener weakly.
 """
 
 import weakref

@@ -1,13 +1,13 @@
-"""An optimizer in, what a checkpoint keeps of it out; and back, whichever of the two was sharded, and over how many."""
+"""What a checkpoint keeps of an optimizer, sharded or not, and back, over any number of ranks."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from mpidp.train.sharding.layout import Run, by_parameter, overlap, shards
-from mpidp.train.sharding.optimizer import ShardedOptimizer
-from mpidp.train.sharding.saved import RANKS, SHAPES, ReadRank, SavedPart, like, plain_state, to_parts
+from mpidp.train.sharded.layout import Run, by_parameter, overlap, shards
+from mpidp.train.sharded.optimizer import ShardedOptimizer
+from mpidp.train.sharded.state import RANKS, SHAPES, ReadRank, SavedPart, like, plain_state, to_parts
 
 
 def shared_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

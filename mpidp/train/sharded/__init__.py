@@ -1,0 +1,1 @@
+"""The optimizer with its state in shards: `ShardedOptimizer`."""
