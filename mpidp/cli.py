@@ -25,9 +25,8 @@ from mpidp.commands.words import (
     say,
     started_world,
 )
-from mpidp.errors import ConfigError, MpidpError
+from mpidp.errors import SHARED_MARK, ConfigError, MpidpError
 from mpidp.world import signals
-from mpidp.world.abort import SHARED_MARK
 from mpidp.world.standard_output import discard_output, is_unread
 
 USAGE_TEXT = """usage: mpidp COMMAND ...

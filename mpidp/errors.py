@@ -1,5 +1,8 @@
 """What a user can mend: every error of this package that is not a bug derives from `MpidpError`."""
 
+# Attribute of an exception that every rank raises at the same point; see `World.together`.
+SHARED_MARK = "mpidp_on_all_ranks"
+
 
 class MpidpError(ValueError):
     """Something the user can mend; its text says what is wrong, where, what was found and what to do."""

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from mpidp.errors import DataError
+from mpidp.errors import SHARED_MARK, DataError
 from mpidp.train.sync_batch_norm import SyncBatchNorm
-from mpidp.world.abort import SHARED_MARK
 from mpidp.world.status import status
 from mpidp.world.world import World
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import mpidp
-from mpidp.errors import CheckpointError, MpidpError
+from mpidp.errors import SHARED_MARK, CheckpointError, MpidpError
 from mpidp.printable import listed
 from mpidp.reduce.buckets import Buckets
 from mpidp.reduce.choice import Choice, decide, wants_overlap
@@ -22,7 +22,6 @@ from mpidp.train.optimizer_steps import WRAP_ANEW
 from mpidp.train.replicas import EVERY_STEPS
 from mpidp.train.signature import check_same, check_supported, module_signature
 from mpidp.world import communicators
-from mpidp.world.abort import SHARED_MARK
 from mpidp.world.status import status
 from mpidp.world.world import World
 

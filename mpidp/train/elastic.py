@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from mpidp.errors import LaunchError
+from mpidp.errors import SHARED_MARK, LaunchError
 from mpidp.hdf5.loader import HDF5Loader
 from mpidp.printable import listed
 from mpidp.train import rng
@@ -21,7 +21,6 @@ from mpidp.train.checkpoints.checkpoint import folder_name
 from mpidp.train.remembered_reducer import remember
 from mpidp.train.sharded.optimizer import ShardedOptimizer
 from mpidp.world import communicators
-from mpidp.world.abort import SHARED_MARK
 from mpidp.world.elastic import Loss, Person, Recovery
 from mpidp.world.mpi import ENDS_MPI, MPI
 from mpidp.world.watchdog import ABORT_S

@@ -13,12 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpidp.errors import MismatchError
+from mpidp.errors import SHARED_MARK, MismatchError
 from mpidp.printable import listed
 from mpidp.train.broadcast import broadcast_tensor
 from mpidp.train.checksum import Piece, cut, flat, sum_of_bits
 from mpidp.train.signature import check_same
-from mpidp.world.abort import SHARED_MARK
 from mpidp.world.agreement import DelayedEquality
 from mpidp.world.world import World
 

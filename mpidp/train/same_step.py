@@ -5,8 +5,7 @@ from dataclasses import astuple, dataclass
 
 import torch
 
-from mpidp.errors import MismatchError
-from mpidp.world.abort import SHARED_MARK
+from mpidp.errors import SHARED_MARK, MismatchError
 from mpidp.world.world import World
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812  # the name every PyTorch program gives it
 
-from mpidp.errors import DataError, MpidpError
+from mpidp.errors import SHARED_MARK, DataError, MpidpError
 from mpidp.train.signature import check_same
 from mpidp.train.sync_group import (
     FAILED,
@@ -21,7 +21,6 @@ from mpidp.train.sync_group import (
     reduced_dimensions,
     widened,
 )
-from mpidp.world.abort import SHARED_MARK
 from mpidp.world.world import World
 
 

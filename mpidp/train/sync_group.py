@@ -16,9 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mpidp.errors import MismatchError
+from mpidp.errors import SHARED_MARK, MismatchError
 from mpidp.printable import listed
-from mpidp.world.abort import SHARED_MARK
 from mpidp.world.mpi import MPI
 from mpidp.world.scalar import reduced
 from mpidp.world.shared_error import share_error

@@ -23,6 +23,7 @@ from dis import opname
 from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
+from mpidp.errors import SHARED_MARK
 from mpidp.world.standard_output import pass_on_output
 
 # How long a rank waits for rank 0 to print an error that all ranks share, before it ends the job itself.
@@ -30,8 +31,6 @@ SHARED_ERROR_GRACE_S = 10.0
 INTERRUPT_GRACE_S = 2.0
 # How long a launcher may take to read a last message, and then to pass it on.
 READ_TIMEOUT_S, PASS_ON_S, POLL_S = 2.0, 0.1, 0.001
-# Attribute of an exception that every rank raises at the same point; see World.together.
-SHARED_MARK = "mpidp_on_all_ranks"
 MEMORY_ADVICE = (
     "Give it fewer samples at once (train.micro_batch, or Batch.micro_batches in a loop of your own; data.memory_bytes "
     "for what the loader reads ahead), or use more ranks."

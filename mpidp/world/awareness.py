@@ -5,17 +5,14 @@ only a hint; what counts is an Allreduce on device memory whose result was looke
 costs nothing.
 """
 
-import ctypes
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from mpidp.errors import LaunchError
 from mpidp.world.launch import without_launcher
-from mpidp.world.maps import MAPS, mapped_files
 
 PROBE_TIMEOUT_S = 60.0
 OVERRIDE = "MPIDP_CUDA_AWARE"
@@ -65,23 +62,3 @@ def probe_in_child(device: str) -> str | None:
         return None
     last_lines = " | ".join(result.stderr.strip().splitlines()[-2:])
     return f"exit code {result.returncode}: {last_lines or 'no message'}"
-
-
-def mapped_mpi_libraries(maps: str) -> list[str]:
-    """Paths of the MPI libraries in the text of `/proc/self/maps`, in order, each once."""
-    return [path for path in mapped_files(maps) if Path(path).name.startswith(("libmpi.", "libmpi_", "libmpich"))]
-
-
-def library_hint() -> bool | None:
-    """What the loaded MPI library says of itself (Open MPI's and MPICH's extensions); None when it cannot be asked."""
-    if not MAPS.exists():
-        return None
-    for path in mapped_mpi_libraries(MAPS.read_text()):
-        library = ctypes.CDLL(path)
-        if hasattr(library, "MPIX_Query_cuda_support"):
-            return bool(library.MPIX_Query_cuda_support())
-        if hasattr(library, "MPIX_GPU_query_support"):
-            supported = ctypes.c_int(0)
-            library.MPIX_GPU_query_support(0, ctypes.byref(supported))  # 0 is MPIX_GPU_SUPPORT_CUDA
-            return bool(supported.value)
-    return None

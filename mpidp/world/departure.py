@@ -9,6 +9,7 @@ import gc
 import os
 import signal
 import time
+from typing import TYPE_CHECKING
 
 from mpidp.world import communicators, mpi
 from mpidp.world.abort import AbortGuard
@@ -16,7 +17,9 @@ from mpidp.world.last_wait import last_wait
 from mpidp.world.mpi import ENDS_MPI, MPI
 from mpidp.world.standard_output import pass_on_output
 from mpidp.world.status import status
-from mpidp.world.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from mpidp.world.watchdog import Watchdog
 
 PAUSE_S = 0.01
 CHILD_TIMEOUT_S = 3.0
@@ -33,7 +36,7 @@ class Departure:
         guard: ends the job.
     """
 
-    def __init__(self, watchdog: Watchdog, guard: AbortGuard):
+    def __init__(self, watchdog: "Watchdog", guard: AbortGuard):
         self.watchdog = watchdog
         self._guard = guard
         self._is_over = False

@@ -7,8 +7,11 @@ how long a checkpoint took: it goes to a run's `logs/` and to handlers of the pr
 
 import logging
 import sys
+from typing import TYPE_CHECKING
 
-from mpidp.world.abort import AbortGuard
+if TYPE_CHECKING:
+    from mpidp.world.abort import AbortGuard
+
 
 job_log = logging.getLogger("mpidp")
 
@@ -20,7 +23,7 @@ class StderrHandler(logging.Handler):
         guard: knows this rank's number, which changes when other ranks have died.
     """
 
-    def __init__(self, guard: AbortGuard):
+    def __init__(self, guard: "AbortGuard"):
         super().__init__()
         self._guard = guard
 
@@ -40,7 +43,7 @@ class StderrHandler(logging.Handler):
             job_log.removeHandler(self)
 
 
-def hear(guard: AbortGuard) -> None:
+def hear(guard: "AbortGuard") -> None:
     """Has the logger `mpidp` write to standard error, unless it or the root logger has handlers. Not collective."""
     if job_log.hasHandlers():
         return

@@ -1,11 +1,11 @@
 """Enters: the text of `/proc/self/maps`. Leaves: which MPI and UCX libraries this process has in memory. Pure."""
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpidp.world.awareness import mapped_mpi_libraries
-from mpidp.world.maps import mapped_files
+from mpidp.world.maps import MAPS, mapped_files
 
 # Beside the library itself there may be bindings for other languages, and Cray's layer for GPUs.
 _COMPANIONS = ("libmpi_cxx", "libmpi_mpifh", "libmpi_usempi", "libmpi_java", "libmpi_gtl")
@@ -63,3 +63,23 @@ def missing_gtl(environment_value: str | None, libraries: Mapped) -> str | None:
         f"Cray MPICH will stop with 'GTL library is not linked'. Load the GPU module (craype-accel-...) and set "
         f"LD_PRELOAD to its libmpi_gtl, or set MPICH_GPU_SUPPORT_ENABLED=0: gradients then go through host memory."
     )
+
+
+def mapped_mpi_libraries(maps: str) -> list[str]:
+    """Paths of the MPI libraries in the text of `/proc/self/maps`, in order, each once."""
+    return [path for path in mapped_files(maps) if Path(path).name.startswith(("libmpi.", "libmpi_", "libmpich"))]
+
+
+def library_hint() -> bool | None:
+    """What the loaded MPI library says of itself (Open MPI's and MPICH's extensions); None when it cannot be asked."""
+    if not MAPS.exists():
+        return None
+    for path in mapped_mpi_libraries(MAPS.read_text()):
+        library = ctypes.CDLL(path)
+        if hasattr(library, "MPIX_Query_cuda_support"):
+            return bool(library.MPIX_Query_cuda_support())
+        if hasattr(library, "MPIX_GPU_query_support"):
+            supported = ctypes.c_int(0)
+            library.MPIX_GPU_query_support(0, ctypes.byref(supported))  # 0 is MPIX_GPU_SUPPORT_CUDA
+            return bool(supported.value)
+    return None

@@ -7,8 +7,7 @@ from typing import cast
 
 import numpy as np
 
-from mpidp.errors import MpidpError
-from mpidp.world.abort import SHARED_MARK
+from mpidp.errors import SHARED_MARK, MpidpError
 from mpidp.world.mpi import MPI
 
 log = logging.getLogger("mpidp.rank")

@@ -7,14 +7,15 @@ import torch
 
 from mpidp.errors import LaunchError
 from mpidp.world.abort import AbortGuard
-from mpidp.world.awareness import Awareness, decide, library_hint, probe_in_child
+from mpidp.world.awareness import Awareness, decide, probe_in_child
 from mpidp.world.communicators import WatchedComm
 from mpidp.world.cores import cores_per_rank, warn_of_cores
 from mpidp.world.current import current_world, set_current_world
+from mpidp.world.describe import thread_level
 from mpidp.world.device import check_not_shared, device_uuid, set_device
 from mpidp.world.launch import cannot_start, launch_facts, size_mismatch
 from mpidp.world.log import hear
-from mpidp.world.mapped import mapped, missing_gtl, two_libraries
+from mpidp.world.mapped import library_hint, mapped, missing_gtl, two_libraries
 from mpidp.world.maps import MAPS
 from mpidp.world.mpi import MPI
 from mpidp.world.scalar import reduced
@@ -29,12 +30,6 @@ from mpidp.world.world import World
 # Autograd runs the end of a CUDA backward pass in its own thread while the training thread waits, and that is where
 # gradients are reduced: MPI must accept calls from different threads, one at a time.
 REQUIRED_THREAD_LEVEL = MPI.THREAD_SERIALIZED
-_THREAD_LEVELS = {
-    MPI.THREAD_SINGLE: "MPI_THREAD_SINGLE",
-    MPI.THREAD_FUNNELED: "MPI_THREAD_FUNNELED",
-    MPI.THREAD_SERIALIZED: "MPI_THREAD_SERIALIZED",
-    MPI.THREAD_MULTIPLE: "MPI_THREAD_MULTIPLE",
-}
 
 
 def init(*, share_gpu: bool = False, stall_warning_s: float | None = None, stall_abort_s: float | None = None) -> World:
@@ -74,11 +69,10 @@ def _start_mpi() -> None:
         if stops is not None:
             raise LaunchError(stops)
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
-    level = MPI.Query_thread()
     library = MPI.Get_library_version().splitlines()[0].strip("\0 ")
-    if level < REQUIRED_THREAD_LEVEL:
+    if MPI.Query_thread() < REQUIRED_THREAD_LEVEL:
         raise LaunchError(
-            f"MPI was started with {_THREAD_LEVELS[level]}, mpidp needs {_THREAD_LEVELS[REQUIRED_THREAD_LEVEL]} "
+            f"MPI was started with {thread_level()}, mpidp needs MPI_THREAD_SERIALIZED "
             f"or more ({library}). Call mpidp.init() before anything else starts MPI, or start it with "
             f"MPI.Init_thread(MPI.THREAD_MULTIPLE)."
         )

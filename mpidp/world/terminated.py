@@ -9,9 +9,12 @@ import signal
 import threading
 import time
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from mpidp.world.abort import AbortGuard
 from mpidp.world.status import status
+
+if TYPE_CHECKING:
+    from mpidp.world.abort import AbortGuard
 
 # A launcher that clears up after a failure sends SIGTERM to the other ranks, and SIGKILL soon after: what it clears
 # away has nothing to say. And where all ranks were ended, rank 0 says it.
@@ -31,7 +34,7 @@ class Terminated:
         guard: ends the job.
     """
 
-    def __init__(self, guard: AbortGuard):
+    def __init__(self, guard: "AbortGuard"):
         self._guard = guard
         self._has_acted = threading.Lock()
         self._raised_at = float("-inf")  # when KeyboardInterrupt was, last

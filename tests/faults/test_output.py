@@ -15,7 +15,7 @@ from jobs import ROOT, run_job
 
 # The command line prints; the library does not. (Those with a main of their own are run as children, and asked.)
 PRINTING = ("cli.py", "commands/", "tools/", "train/records/progress.py", "train/components/on_end.py")
-CHILDREN = ("world/describe.py", "world/probe.py", "hdf5/files/library.py")
+CHILDREN = ("world/library.py", "world/device.py", "hdf5/files/library.py")
 
 LOOP = """
 import logging, sys

@@ -3,7 +3,8 @@
 import pytest
 
 from mpidp.errors import LaunchError
-from mpidp.world.awareness import decide, mapped_mpi_libraries
+from mpidp.world.awareness import decide
+from mpidp.world.mapped import mapped_mpi_libraries
 
 
 class Proof:

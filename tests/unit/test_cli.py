@@ -13,10 +13,9 @@ import mpidp
 from mpidp.cli import main
 from mpidp.commands.words import speaks
 from mpidp.config import RunConfig
-from mpidp.errors import ConfigError, DataError
+from mpidp.errors import SHARED_MARK, ConfigError, DataError
 from mpidp.options import parse
 from mpidp.world import signals
-from mpidp.world.abort import SHARED_MARK
 
 RUN_FILE = """
 [data]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpidp.errors import CheckpointError
+from mpidp.errors import SHARED_MARK, CheckpointError
 from mpidp.train.checkpoints import manifest as manifests
 from mpidp.train.checkpoints.checkpoint import STATE, folder_name, part_name
 from mpidp.train.checkpoints.manifest import File, Manifest
@@ -24,7 +24,6 @@ from mpidp.train.checkpoints.publish import OWNED_BY, PARTIAL, complete, discard
 from mpidp.train.checkpoints.snapshot import Snapshot
 from mpidp.train.disk import as_checkpoint_error
 from mpidp.world import communicators
-from mpidp.world.abort import SHARED_MARK
 from mpidp.world.agreement import DelayedMaximum
 from mpidp.world.mpi import MPI
 from mpidp.world.process import Process

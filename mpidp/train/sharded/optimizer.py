@@ -12,14 +12,13 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from mpidp.errors import LaunchError, MpidpError
+from mpidp.errors import SHARED_MARK, LaunchError, MpidpError
 from mpidp.train.checksum import Piece, flat, flat_like
 from mpidp.train.sharded.gather import Gather, make_channel
 from mpidp.train.sharded.layout import Run, by_parameter, holders, shards
 from mpidp.train.sharded.state import Part, State, collect, cut, full_state_dict, join, run_of
 from mpidp.train.signature import check_same
 from mpidp.world import communicators
-from mpidp.world.abort import SHARED_MARK
 from mpidp.world.world import World
 
 
