@@ -46,7 +46,8 @@ def one() -> list[float]:
 
 def _checks() -> float:
     """Seconds of the checks that every start makes of libraries and cores."""
-    from mpidp.world import cores, world
+    from mpidp.world import topology as cores
+    from mpidp.world import world
 
     ranks = world.init()
     start = time.perf_counter()

@@ -27,7 +27,7 @@ from mpidp.commands.words import (
 )
 from mpidp.errors import SHARED_MARK, ConfigError, MpidpError
 from mpidp.world import signals
-from mpidp.world.standard_output import discard_output, is_unread
+from mpidp.world.log import discard_output, is_unread
 
 USAGE_TEXT = """usage: mpidp COMMAND ...
 

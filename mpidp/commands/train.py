@@ -35,7 +35,7 @@ def _train_together(words: list[str]) -> int:
     signals.watch()
     from mpidp.options import parse
     from mpidp.train.trainer import train
-    from mpidp.world.leave import leave
+    from mpidp.world.exit import leave
     from mpidp.world.start import init
 
     world = init()

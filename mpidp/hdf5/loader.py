@@ -34,7 +34,7 @@ from mpidp.hdf5.preparation import check_agreed, check_batches, choose_threads, 
 from mpidp.hdf5.read import decoding, slow_paths
 from mpidp.hdf5.transform import BatchMaker, BatchTransform, SampleTransform
 from mpidp.world.current import CurrentWorld, resolve_world
-from mpidp.world.memory import memory_limit
+from mpidp.world.system import memory_limit
 
 if TYPE_CHECKING:
     from mpidp.world.world import World

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from mpidp.errors import LaunchError
+from mpidp.world.collectives import wait
 from mpidp.world.mpi import MPI
-from mpidp.world.waiting import wait
 
 # MPI counts are C ints, and libraries compute byte offsets in them too: stay far below 2^31 of either.
 MAX_PIECE_BYTES = 1 << 30

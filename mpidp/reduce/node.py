@@ -18,7 +18,7 @@ from mpidp.reduce.buckets import ALIGNMENT_BYTES, Bucket, BucketLayout, plain_bu
 from mpidp.reduce.exchange import SIXTEEN_BITS, pieces
 from mpidp.reduce.reducer import ReducerOptions
 from mpidp.reduce.transport import Transports, as_real, transports_of_all
-from mpidp.world.window import SharedWindow
+from mpidp.world.shared_memory import SharedWindow
 from mpidp.world.world import World
 
 log = logging.getLogger("mpidp")

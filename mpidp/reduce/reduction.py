@@ -17,7 +17,7 @@ from mpidp.reduce.buckets import Bucket, Buckets
 from mpidp.reduce.exchange import SIXTEEN_BITS
 from mpidp.reduce.reducer import Reducer
 from mpidp.reduce.transport import as_real
-from mpidp.world.shared_error import share_error
+from mpidp.world.collectives import share_error
 from mpidp.world.status import status
 from mpidp.world.world import World
 

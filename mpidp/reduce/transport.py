@@ -20,8 +20,8 @@ from mpidp.reduce.exchange import (
     wire_dtype,
 )
 from mpidp.reduce.reducer import PIECE_BYTES, ReducerOptions
+from mpidp.world.collectives import wait
 from mpidp.world.mpi import MPI
-from mpidp.world.waiting import wait
 from mpidp.world.world import World
 
 Array = NDArray[np.floating[Any]]

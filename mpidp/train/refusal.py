@@ -17,7 +17,7 @@ from mpidp.errors import SHARED_MARK, DataError, MpidpError
 from mpidp.train.batch_norm import explain_batch_norm
 from mpidp.train.data_parallel import DataParallel
 from mpidp.world import communicators
-from mpidp.world.abort import MEMORY_ADVICE, is_out_of_memory
+from mpidp.world.exit import MEMORY_ADVICE, is_out_of_memory
 from mpidp.world.status import status
 
 # Whose code refuses what it is given, of all that lies below the trainer. The rest of this package raises its own.

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from mpidp.world import signals
 from mpidp.world.agreement import DelayedMaximum
-from mpidp.world.leave import STOPPED_EARLY, leave
+from mpidp.world.exit import STOPPED_EARLY, leave
 from mpidp.world.world import World
 
 log = logging.getLogger("mpidp.rank")

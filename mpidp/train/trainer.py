@@ -35,10 +35,10 @@ from mpidp.train.signature import check_same
 from mpidp.train.stop import StopSignal
 from mpidp.train.summary import describe_epoch, describe_newest, describe_start, describe_stop, summarise
 from mpidp.train.sync_batch_norm import SyncBatchNorm, sync_layers
-from mpidp.world.abort import MEMORY_ADVICE, is_out_of_memory
-from mpidp.world.cores import warn_of_cores
+from mpidp.world.exit import MEMORY_ADVICE, is_out_of_memory
 from mpidp.world.start import init
 from mpidp.world.status import BETWEEN
+from mpidp.world.topology import warn_of_cores
 from mpidp.world.world import World
 
 

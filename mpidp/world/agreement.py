@@ -7,8 +7,8 @@ from contextlib import suppress
 
 import numpy as np
 
+from mpidp.world.collectives import wait
 from mpidp.world.mpi import MPI
-from mpidp.world.waiting import wait
 
 PAUSE_S = 1e-4  # between two looks, where a rank is late: the core may be wanted by it
 

@@ -9,8 +9,8 @@ from contextlib import suppress
 
 import numpy as np
 
+from mpidp.world.collectives import wait
 from mpidp.world.mpi import MPI
-from mpidp.world.waiting import wait
 from mpidp.world.wanted import ByteArray, IntArray, Wanted
 
 MOST_BYTES = 2**30  # of one message: counts are C integers

@@ -10,10 +10,9 @@ from dataclasses import dataclass, fields, replace
 from mpidp.printable import listed
 from mpidp.world import communicators
 from mpidp.world.communicators import WatchedComm, is_loss, is_survived
-from mpidp.world.cores import cores_per_rank
 from mpidp.world.mpi import MPI
-from mpidp.world.topology import make_topology
-from mpidp.world.watch import watch_again
+from mpidp.world.topology import cores_per_rank, make_topology
+from mpidp.world.watchdog import watch_again
 from mpidp.world.world import World
 
 log = logging.getLogger("mpidp.rank")

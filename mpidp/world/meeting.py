@@ -7,8 +7,8 @@ import socket
 import time
 from typing import TypeVar, cast
 
-from mpidp.world.abort import AbortGuard
 from mpidp.world.clock import answer, ask
+from mpidp.world.exit import AbortGuard
 from mpidp.world.mpi import MPI
 
 T = TypeVar("T")

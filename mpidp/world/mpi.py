@@ -1,18 +1,39 @@
-"""mpi4py's `MPI` module, imported in the one way this package wants it: not started by the import.
+"""mpi4py's `MPI` module, imported so that the import does not start MPI, and how MPI ends at exit.
 
-Nor ended by the interpreter's very last act, if nobody imported it before: a rank that leaves while others wait for it
-must be able to end the job with its own exit code (`mpidp.world.departure`).
+MPI is ended by a function of this package, unless somebody imported mpi4py before: a rank that leaves while others wait
+for it must be able to end the job with its own exit code (`mpidp.world.exit`). mpi4py holds Python's lock in
+`MPI_Finalize`, so that no Python thread could limit its time: faulthandler's thread, which is none, does.
 """
 
 import atexit
+import faulthandler
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import mpi4py
 
 from mpidp.errors import LaunchError
-from mpidp.world.last_wait import last_wait
+
+STDERR = 2  # the file itself: what stands in its place in `sys` may be closed by now
+MOST_S = 1e9  # as much as faulthandler takes: thirty years
+
+
+@contextmanager
+def last_wait(timeout_s: float) -> Iterator[None]:
+    """A block that must be over in so many seconds, or the process ends with 1; 0 for no limit. Not collective.
+
+    A process has one such timer: one that the user's program had set is cancelled.
+    """
+    if timeout_s:
+        faulthandler.dump_traceback_later(min(timeout_s, MOST_S), exit=True, file=STDERR)
+    try:
+        yield
+    finally:
+        if timeout_s:
+            faulthandler.cancel_dump_traceback_later()
+
 
 mpi4py.rc.initialize = False  # mpidp.init() starts MPI, so that an import on a login node does not
 # Whoever imported it first has settled how it ends.

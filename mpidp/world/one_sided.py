@@ -8,11 +8,11 @@ from typing import cast
 
 import numpy as np
 
+from mpidp.world.collectives import reduced
+from mpidp.world.library import without_noise
 from mpidp.world.mpi import MPI
-from mpidp.world.noise import without_noise
-from mpidp.world.scalar import reduced
+from mpidp.world.shared_memory import free_shared_memory
 from mpidp.world.wanted import ByteArray, Wanted
-from mpidp.world.window import free_shared_memory
 
 MOST_BYTES = 2**30  # of one transfer: counts are C integers
 

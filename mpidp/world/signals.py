@@ -1,14 +1,22 @@
-"""Signals that ask this process to stop come in; which one came goes out, when training asks between two steps.
+"""Signals: those that ask training to stop between two steps, and SIGTERM and SIGINT that end the job.
 
 Schedulers warn before they kill: SIGTERM (preemption, `scancel`, a service manager), SIGUSR2 (`sbatch --signal`). The
 handlers only take a note, so a step is never cut in two. Starts no MPI: the command line watches before anything else
 is imported, because until then SIGUSR2 ends the process.
 """
 
+import os
 import signal
 import threading
+import time
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from mpidp.world.status import status
+
+if TYPE_CHECKING:
+    from mpidp.world.exit import AbortGuard
+
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
@@ -57,3 +65,79 @@ def received() -> signal.Signals | None:
 def _note(number: int, frame: FrameType | None) -> None:
     global _received
     _received = _received or signal.Signals(number)
+
+
+# A launcher that clears up after a failure sends SIGTERM to the other ranks, and SIGKILL soon after: what it clears
+# away has nothing to say. And where all ranks were ended, rank 0 says it.
+CLEARING_S, OTHERS_S = 1.5, 0.5
+# How long the main thread may take to raise KeyboardInterrupt: while it waits for other ranks, and in another call.
+WAITING_S, CALL_S, POLL_S = 1.0, 5.0, 0.05
+
+
+class Terminated:
+    """Ends the job at a signal. To be made in the main thread; does nothing at a signal that has a handler already.
+
+    SIGTERM ends it in any case. SIGINT (Ctrl-C) raises KeyboardInterrupt in the main thread, as ever: the program may
+    catch it, and `AbortGuard` ends the job if it does not. Only where the main thread sits in a call that does not
+    return, and none can be raised, the job is ended from here.
+
+    Args:
+        guard: ends the job.
+    """
+
+    def __init__(self, guard: "AbortGuard"):
+        self._guard = guard
+        self._has_acted = threading.Lock()
+        self._raised_at = float("-inf")  # when KeyboardInterrupt was, last
+        if threading.current_thread() is not threading.main_thread():
+            return
+        os.register_at_fork(after_in_child=self._forget)
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._handle)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._raise)
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        former = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        if former != -1:  # another part of the program, an event loop perhaps, is woken by signals
+            signal.set_wakeup_fd(former)
+            return
+        threading.Thread(target=self._read, args=(reading,), name="mpidp-signals", daemon=True).start()
+
+    def _forget(self) -> None:
+        """In a forked process: what it is sent, as a worker of a pool perhaps, is not for this rank."""
+        signal.set_wakeup_fd(-1)
+        if signal.getsignal(signal.SIGTERM) == self._handle:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._act()
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        self._raised_at = time.monotonic()
+        signal.default_int_handler(number, frame)
+
+    def _read(self, reading: int) -> None:
+        while numbers := os.read(reading, 64):
+            # Who replaces the handler wants to do something else.
+            if signal.SIGTERM in numbers and signal.getsignal(signal.SIGTERM) == self._handle:
+                self._act()
+            if signal.SIGINT in numbers and signal.getsignal(signal.SIGINT) == self._raise:
+                self._await_raised()
+
+    def _act(self) -> None:
+        if not self._has_acted.acquire(blocking=False):
+            return
+        time.sleep(CLEARING_S + OTHERS_S * (self._guard.rank != 0))
+        try:
+            self._guard.tell(f"{self._guard.tag} {self._guard.where()}was ended by SIGTERM")
+        finally:
+            self._guard.abort(128 + signal.SIGTERM)
+
+    def _await_raised(self) -> None:
+        sent_at = time.monotonic()
+        while self._raised_at < sent_at - WAITING_S:  # it may have been raised before this thread woke up
+            time.sleep(POLL_S)
+            if time.monotonic() - sent_at > (WAITING_S if status.longest_wait() else CALL_S):
+                self._guard.on_interrupt()
+                return

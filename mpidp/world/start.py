@@ -6,25 +6,18 @@ import socket
 import torch
 
 from mpidp.errors import LaunchError
-from mpidp.world.abort import AbortGuard
-from mpidp.world.awareness import Awareness, decide, probe_in_child
+from mpidp.world.collectives import reduced, share_error
 from mpidp.world.communicators import WatchedComm
-from mpidp.world.cores import cores_per_rank, warn_of_cores
 from mpidp.world.current import current_world, set_current_world
-from mpidp.world.describe import thread_level
-from mpidp.world.device import check_not_shared, device_uuid, set_device
-from mpidp.world.launch import cannot_start, launch_facts, size_mismatch
+from mpidp.world.device import Awareness, check_not_shared, decide, device_uuid, probe_in_child, set_device
+from mpidp.world.exit import AbortGuard
+from mpidp.world.launch import cannot_share, cannot_start, launch_facts, size_mismatch
+from mpidp.world.library import MAPS, library_hint, mapped, missing_gtl, thread_level, two_libraries
 from mpidp.world.log import hear
-from mpidp.world.mapped import library_hint, mapped, missing_gtl, two_libraries
-from mpidp.world.maps import MAPS
 from mpidp.world.mpi import MPI
-from mpidp.world.scalar import reduced
-from mpidp.world.shared_error import share_error
-from mpidp.world.shared_files import forget_names
-from mpidp.world.start_memory import cannot_share
-from mpidp.world.topology import make_topology
-from mpidp.world.watch import watch_rank
-from mpidp.world.watchdog import Watchdog
+from mpidp.world.shared_memory import forget_names
+from mpidp.world.topology import cores_per_rank, make_topology, warn_of_cores
+from mpidp.world.watchdog import Watchdog, watch_rank
 from mpidp.world.world import World
 
 # Autograd runs the end of a CUDA backward pass in its own thread while the training thread waits, and that is where

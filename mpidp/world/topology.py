@@ -1,10 +1,13 @@
-"""A communicator in, those that reductions run on out: all ranks, the ranks of a node, and lanes across nodes."""
+"""The communicators that reductions run on: all ranks, the ranks of a node, and lanes across nodes; and cores."""
 
+import os
+import warnings
 from dataclasses import dataclass
 from typing import cast
 
+from mpidp.world.collectives import reduced
 from mpidp.world.mpi import MPI
-from mpidp.world.scalar import reduced
+from mpidp.world.system import Pinned, crowded, too_few_cores
 
 
 @dataclass(frozen=True)
@@ -47,3 +50,30 @@ def make_topology(comm: MPI.Intracomm) -> Topology:
     # The first lane has the lowest rank of each node, in order of rank.
     node, num_nodes = node_comm.bcast((lane_comm.rank, lane_comm.size) if node_comm.rank == 0 else None, root=0)
     return Topology(own, node_comm, lane_comm if in_lane else None, num_lanes, max_local_size, num_nodes, node)
+
+
+def cores_per_rank(node_comm: MPI.Intracomm) -> int:
+    """Return this rank's share of its cores, at least 1. Collective on the node.
+
+    Ranks that a launcher pinned to cores of their own have those; ranks that may all run anywhere share.
+    """
+    cores = os.sched_getaffinity(0)
+    sharing = sum(bool(cores & other) for other in node_comm.allgather(cores))
+    return max(1, len(cores) // sharing)
+
+
+def warn_of_cores(comm: MPI.Intracomm, host: str, threads: int, stacklevel: int) -> None:
+    """Warn once, on rank 0, when threads of ranks get in each other's way. Collective.
+
+    Args:
+        comm: all ranks.
+        host: name of this node.
+        threads: threads that this rank computes with.
+        stacklevel: whose line the warning names, as `warnings.warn` has it for this function's caller.
+    """
+    ranks = comm.gather(Pinned(host, frozenset(os.sched_getaffinity(0)), threads), root=0)
+    if ranks is None:
+        return
+    for text in (too_few_cores(ranks), crowded(ranks, os.cpu_count() or 1)):
+        if text is not None:
+            warnings.warn(text, stacklevel=stacklevel)

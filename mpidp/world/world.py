@@ -12,17 +12,14 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
-from mpidp.world.abort import AbortGuard
-from mpidp.world.awareness import Awareness
-from mpidp.world.gather_rows import Rows, gather_rows
+from mpidp.world.collectives import Rows, check_count, check_loss, gather_rows, reduced, share_error, weighed
+from mpidp.world.device import Awareness
+from mpidp.world.exit import AbortGuard
 from mpidp.world.log import job_log
 from mpidp.world.mpi import MPI
-from mpidp.world.scalar import reduced
-from mpidp.world.shared_error import share_error
 from mpidp.world.status import Status, status
 from mpidp.world.topology import Topology
 from mpidp.world.watchdog import Watchdog
-from mpidp.world.weigh import check_count, check_loss, weighed
 
 T = TypeVar("T")
 

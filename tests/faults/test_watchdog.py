@@ -86,7 +86,7 @@ def test_a_rank_that_is_stopped_when_the_work_is_done(tmp_path: Path, rank: int)
     result = run(tmp_path, "", after=STOP.format(rank=rank))
     assert result.code == 1
     assert result.stdout.count("end of rank") == 3
-    assert "wait in the job's end, at mpidp/world/departure.py" in result.output
+    assert "wait in the job's end, at mpidp/world/exit.py" in result.output
     assert f"rank {rank} on {HOST} does not answer: heard of" in result.output
     assert "its process is stopped (SIGSTOP" in result.output
     assert "The job ends (stall_abort_s = 4)." in result.output

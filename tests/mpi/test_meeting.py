@@ -4,8 +4,7 @@ import json
 from dataclasses import asdict
 
 import mpidp
-from mpidp.world.describe import describe
-from mpidp.world.library import from_json
+from mpidp.world.library import describe, from_json
 from mpidp.world.meeting import Meeting
 
 

@@ -9,8 +9,7 @@ from mpidp.hdf5.files.library import HDF5Library
 from mpidp.tools.doctor.facts import Cores, Gpus, Memory, RankFacts, System, Versions
 from mpidp.tools.doctor.finding import Finding, Level
 from mpidp.world.launch import launch_facts
-from mpidp.world.library import Library
-from mpidp.world.mapped import Mapped
+from mpidp.world.library import Library, Mapped
 
 GIB = 1 << 30
 MPICH = "MPICH Version:      5.0.2\nMPICH Device:       ch4:ucx ofi\nMPICH configure:    --with-device=ch4:ucx,ofi"

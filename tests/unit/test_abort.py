@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpidp.world import abort
+from mpidp.world import exit as abort
 
 
 def test_waits_until_the_pipe_is_read() -> None:

@@ -3,8 +3,8 @@
 import pytest
 
 from mpidp.errors import LaunchError
-from mpidp.world.awareness import decide
-from mpidp.world.mapped import mapped_mpi_libraries
+from mpidp.world.device import decide
+from mpidp.world.library import mapped_mpi_libraries
 
 
 class Proof:

@@ -18,7 +18,7 @@ from mpidp.errors import CheckpointError
 from mpidp.train.checkpoints import manifest as manifests
 from mpidp.train.checkpoints.checkpoint import check_model, find_fault, load, newest
 from mpidp.train.checkpoints.manifest import File, Manifest
-from mpidp.world.process import Process
+from mpidp.world.system import Process
 
 Damage = Callable[[Path], None]
 

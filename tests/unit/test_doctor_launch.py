@@ -14,7 +14,7 @@ from mpidp.tools.doctor.check_versions import check_versions
 from mpidp.tools.doctor.facts import Gpu, Gpus, Versions
 from mpidp.tools.doctor.finding import Level
 from mpidp.world.launch import cannot_start, launch_facts
-from mpidp.world.mapped import Mapped, mapped
+from mpidp.world.library import Mapped, mapped
 
 STEP = {
     "SLURM_JOB_ID": "77",

@@ -20,7 +20,7 @@ from mpidp.tools.doctor.check_versions import check_versions
 from mpidp.tools.doctor.facts import Cores, DataFile, Gpu, Gpus, Memory, RankFacts, Versions
 from mpidp.tools.doctor.facts_gpu import parse_cores
 from mpidp.tools.doctor.finding import Level
-from mpidp.world.pinning import Pinned, crowded, too_few_cores
+from mpidp.world.system import Pinned, crowded, too_few_cores
 
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}
 CUDA = Versions("3.11", "/e", PACKAGES, torch_cuda="12.8")

@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from mpidp.world.inquiry import ANSWER_S, ASK, LOOK, Inquiry
-from mpidp.world.silent_stack import Look
-from mpidp.world.stall import Beat, Seen
+from mpidp.world.stacks import Look
+from mpidp.world.stall import ANSWER_S, ASK, LOOK, Beat, Inquiry, Seen
 
 WARNING_S, ABORT_S = 60.0, 600.0
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mpidp.world.memory import available_memory
+from mpidp.world.system import available_memory
 
 KIB = 1024
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from mpidp.world.noise import without_harmless, without_noise
+from mpidp.world.library import without_harmless, without_noise
 
 NOISE = b"[host:1] /openmpi/ompi/mca/osc/ucx/osc_ucx_component.c:375  Error: priority set failed \n \n"
 

@@ -18,7 +18,7 @@ from small_runs import small_run
 from mpidp.errors import CheckpointError
 from mpidp.train.records import owner as module
 from mpidp.train.records.owner import FILE, Owner
-from mpidp.world.process import SILENT_S, Process
+from mpidp.world.system import SILENT_S, Process
 
 ELSEWHERE = {"host": "another.node", "pid": 5, "started": 6}
 RUNNING, STARTED_AGAIN = ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(count)} for count in (0, 1))

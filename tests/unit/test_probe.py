@@ -1,6 +1,6 @@
 """The test of device memory, run on the CPU: its child must come through where nothing is wrong with MPI."""
 
-from mpidp.world.awareness import probe_in_child
+from mpidp.world.device import probe_in_child
 
 
 def test_the_child_passes_where_mpi_handles_the_memory() -> None:

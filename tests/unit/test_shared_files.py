@@ -1,6 +1,6 @@
 """Which of a process's files are MPICH's shared memory, from a recorded /proc/self/maps."""
 
-from mpidp.world.shared_files import shared_files
+from mpidp.world.shared_memory import shared_files
 
 MAPS = """\
 7f0e1c000000-7f0e1c306000 rw-s 00000000 00:1a 2201    /dev/shm/mpich_shm_8d5207e2_0

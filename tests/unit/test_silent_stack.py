@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from mpidp.world.silent_stack import Address, look_at
+from mpidp.world.stacks import Address, look_at
 
 ASLEEP = """
 import sys, time
-from mpidp.world.silent_stack import prepare
+from mpidp.world.stacks import prepare
 def asleep():
     time.sleep(600)
 address = prepare()

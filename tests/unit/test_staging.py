@@ -21,7 +21,7 @@ from mpidp.hdf5.modes.source import stage as verified_copy
 from mpidp.hdf5.modes.source import stage_folder as staged_folder
 from mpidp.hdf5.modes.stage import Staging, choose_folder
 from mpidp.hdf5.modes.stage_folder import staged_root
-from mpidp.world.filesystem import file_system
+from mpidp.world.system import file_system
 
 SHARED_MEMORY = Path("/dev/shm")
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpidp.world import start_memory
-from mpidp.world.start_memory import CELLS, TRANSPORTS, cannot_share, room_bytes, too_small
+from mpidp.world import launch as start_memory
+from mpidp.world.launch import CELLS, TRANSPORTS, cannot_share, room_bytes, too_small
 
 UCX = "MPICH Version: 5.0.2\nMPICH Device: ch4:ucx ofi\n"
 OFI = "MPICH Version: 4.3.0\nMPICH Device: ch4:ofi\n"

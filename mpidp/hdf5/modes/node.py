@@ -18,8 +18,8 @@ from mpidp.hdf5.dataset import Rows
 from mpidp.hdf5.order.keyed import IntArray
 from mpidp.hdf5.order.plan import Piece
 from mpidp.hdf5.read import Selection
-from mpidp.world.memory import available_memory
-from mpidp.world.window import SharedWindow
+from mpidp.world.shared_memory import SharedWindow
+from mpidp.world.system import available_memory
 
 if TYPE_CHECKING:
     from mpidp.hdf5.field import Field

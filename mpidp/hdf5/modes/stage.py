@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from mpidp.errors import DataError
 from mpidp.hdf5.modes.stage_folder import Mark, Place, Source, locked, place_of, staged_root, sweep
-from mpidp.world.filesystem import file_system
+from mpidp.world.system import file_system
 
 if TYPE_CHECKING:
     from mpidp.world.world import World

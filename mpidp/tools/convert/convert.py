@@ -18,7 +18,7 @@ from mpidp.tools.convert.plan import Layout, Plan, Task, make_plan
 from mpidp.tools.convert.source import Source
 from mpidp.tools.table import size_text
 from mpidp.tools.ticker import Ticker
-from mpidp.world.flush import flush_folder
+from mpidp.world.record_file import flush_folder
 
 MakeSource = Callable[[Path], Source]
 _MOST_NAMED = 10

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from mpidp.tools.doctor.facts import RankFacts
 from mpidp.tools.doctor.finding import Finding, fail, ok, warn
-from mpidp.world.pinning import Pinned, crowded, too_few_cores
+from mpidp.world.system import Pinned, crowded, too_few_cores
 
 
 def check_cores(facts: RankFacts) -> list[Finding]:

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 
 from mpidp.tools.doctor.facts import RankFacts
 from mpidp.tools.doctor.finding import Finding, fail, ok, warn
-from mpidp.world.launch import LaunchFacts, cannot_start, size_mismatch
-from mpidp.world.start_memory import cannot_share
+from mpidp.world.launch import LaunchFacts, cannot_share, cannot_start, size_mismatch
 
 
 def check_launch(facts: RankFacts) -> list[Finding]:

@@ -2,8 +2,7 @@
 
 from mpidp.tools.doctor.facts import RankFacts
 from mpidp.tools.doctor.finding import Finding, fail, ok, warn
-from mpidp.world.library import Library
-from mpidp.world.mapped import missing_gtl, two_libraries
+from mpidp.world.library import Library, missing_gtl, two_libraries
 
 _NO_LIBRARY = ("cannot load an MPI library", "cannot load MPI library", "cannot open shared object file")
 ENOUGH = ("MPI_THREAD_SERIALIZED", "MPI_THREAD_MULTIPLE")

@@ -53,7 +53,7 @@ def _alone(facts: RankFacts, probe: bool) -> Report:
 def _before_start(facts: RankFacts) -> tuple[RankFacts, Finding | None]:
     """Load the MPI library without starting it; also what speaks against starting it, or None."""
     try:
-        from mpidp.world.describe import describe
+        from mpidp.world.library import describe
     except (ImportError, LaunchError) as error:
         return facts, fail("mpi", str(error), "install mpi4py, and load the site's MPI module or pip install mpich")
     library = describe()
@@ -61,7 +61,7 @@ def _before_start(facts: RankFacts) -> tuple[RankFacts, Finding | None]:
 
 
 def _together(facts: RankFacts, options: DoctorOptions) -> int:
-    from mpidp.world.describe import describe
+    from mpidp.world.library import describe
     from mpidp.world.meeting import Meeting
 
     _hear_end(True)  # MPI may wait in vain

@@ -5,7 +5,7 @@ import fcntl
 import os
 
 from mpidp.tools.doctor.facts import DataFile
-from mpidp.world.filesystem import file_system
+from mpidp.world.system import file_system
 
 
 def data_file(path: str) -> DataFile:

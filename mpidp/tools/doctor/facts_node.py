@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mpidp.tools.doctor.facts import Cores, Memory, System
-from mpidp.world.memory import CGROUPS, PROC, available_memory, memory_limit
+from mpidp.world.system import CGROUPS, PROC, available_memory, memory_limit
 
 SHM = Path("/dev/shm")
 MUNGE = Path("/run/munge/munge.socket.2")

@@ -14,7 +14,7 @@ from mpidp.tools.doctor.facts_versions import versions
 from mpidp.world.launch import launch_facts
 from mpidp.world.library import from_json
 
-MPI_MODULE, HDF5_MODULE = "mpidp.world.describe", "mpidp.hdf5.files.library"
+MPI_MODULE, HDF5_MODULE = "mpidp.world.library", "mpidp.hdf5.files.library"
 
 
 def gather(file: str = "") -> RankFacts:

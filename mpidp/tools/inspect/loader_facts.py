@@ -5,7 +5,7 @@ from mpidp.hdf5.memory_budget import choose_mixing, choose_shuffle, default_node
 from mpidp.hdf5.order.order import Order
 from mpidp.hdf5.read import decoding, slow_paths
 from mpidp.tools.table import size_text
-from mpidp.world.memory import memory_limit
+from mpidp.world.system import memory_limit
 
 _GLOBAL_BATCH = 64
 

@@ -9,7 +9,7 @@ import torch
 
 from mpidp.train.checkpoints.manifest import ALGORITHM, File
 from mpidp.train.disk import as_checkpoint_error
-from mpidp.world.flush import flush_folder
+from mpidp.world.record_file import flush_folder
 from mpidp.world.status import status
 
 

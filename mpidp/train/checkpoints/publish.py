@@ -16,10 +16,9 @@ from mpidp.train.checkpoints import manifest as manifests
 from mpidp.train.checkpoints.checkpoint import by_step, newest_first
 from mpidp.train.checkpoints.manifest import File, Manifest
 from mpidp.train.disk import as_checkpoint_error
-from mpidp.world.flush import flush_file, flush_folder
-from mpidp.world.process import SILENT_S, Process
-from mpidp.world.record_file import write_text
+from mpidp.world.record_file import flush_file, flush_folder, write_text
 from mpidp.world.status import status
+from mpidp.world.system import SILENT_S, Process
 
 PARTIAL, REMOVED, LATEST = ".partial-", ".removed-", "latest"
 ASIDE = ".aside"  # behind the name of what was passed over: no save counts or removes it

@@ -25,10 +25,9 @@ from mpidp.train.checkpoints.snapshot import Snapshot
 from mpidp.train.disk import as_checkpoint_error
 from mpidp.world import communicators
 from mpidp.world.agreement import DelayedMaximum
+from mpidp.world.collectives import reduced, share_error
 from mpidp.world.mpi import MPI
-from mpidp.world.process import Process
-from mpidp.world.scalar import reduced
-from mpidp.world.shared_error import share_error
+from mpidp.world.system import Process
 from mpidp.world.world import World
 
 log = logging.getLogger("mpidp.rank")

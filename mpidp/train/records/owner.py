@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from mpidp.errors import CheckpointError, RecordError
-from mpidp.world.process import SILENT_S, Process
 from mpidp.world.record_file import read_json, write_json
+from mpidp.world.system import SILENT_S, Process
 
 FILE = "owner.json"
 TOUCH_S = 15.0

@@ -5,7 +5,7 @@ import sys
 import time
 from typing import Any
 
-from mpidp.world.standard_output import discard_output
+from mpidp.world.log import discard_output
 
 log = logging.getLogger("mpidp")
 

@@ -12,8 +12,8 @@ from mpidp.train.disk import as_checkpoint_error
 from mpidp.train.records.metrics import MetricsFile, Tally, memory_bytes, whole_lines
 from mpidp.train.records.progress import Progress
 from mpidp.train.records.stopwatch import Stopwatch
+from mpidp.world.collectives import share_error
 from mpidp.world.elastic import Loss
-from mpidp.world.shared_error import share_error
 from mpidp.world.world import World
 
 

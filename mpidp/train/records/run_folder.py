@@ -20,10 +20,9 @@ from mpidp.train.disk import as_checkpoint_error
 from mpidp.train.records import starts
 from mpidp.train.records.owner import Owner
 from mpidp.train.records.secrets import without_secrets
-from mpidp.world.flush import flush_folder
 from mpidp.world.launch import launch_facts
 from mpidp.world.mpi import MPI
-from mpidp.world.record_file import write_text
+from mpidp.world.record_file import flush_folder, write_text
 from mpidp.world.world import World
 
 log = logging.getLogger("mpidp.rank")

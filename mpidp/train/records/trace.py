@@ -10,8 +10,7 @@ from pathlib import Path
 
 from mpidp.train.records.trace_events import as_lines, events
 from mpidp.world.clock import Reading, rank_0_ns, read_clock
-from mpidp.world.spans import Spans
-from mpidp.world.status import BETWEEN
+from mpidp.world.status import BETWEEN, Spans
 from mpidp.world.world import World
 
 log = logging.getLogger("mpidp.rank")

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpidp.world.spans import Span
+from mpidp.world.status import Span
 
 NS_PER_US = 1000
 

@@ -12,7 +12,7 @@ from mpidp.reduce.exchange import MAX_PIECE_BYTES
 from mpidp.train.sharded.layout import Run
 from mpidp.world import communicators
 from mpidp.world.mpi import MPI
-from mpidp.world.window import SharedWindow
+from mpidp.world.shared_memory import SharedWindow
 from mpidp.world.world import World
 
 # All ranks' pieces together: large enough for the full bandwidth, small enough to stay in the caches of a CPU.

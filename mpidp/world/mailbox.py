@@ -1,4 +1,4 @@
-"""Small objects for other ranks come in; what other ranks sent goes out. Nothing here ever waits for another rank.
+"""Messages between ranks that nobody waits for.
 
 A thread of its own uses this while the main thread may be inside a call of MPI, which therefore must have been started
 with MPI_THREAD_MULTIPLE.

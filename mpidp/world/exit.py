@@ -3,12 +3,14 @@
 A rank that dies quietly leaves the others waiting in a collective until the time limit. So every way out of a rank
 that means failure (an uncaught exception in any thread or at exit, `sys.exit(n)` with n not 0) prints what happened,
 tagged with rank, node, step and phase, and aborts all ranks. (Python 3.11 lets nobody see a bare `raise SystemExit(n)`:
-`mpidp.world.departure` notices it when others wait for the rank.)
+`mpidp.world.exit` notices it when others wait for the rank.)
 """
 
+import atexit
 import builtins
 import errno
 import fcntl
+import gc
 import os
 import signal
 import stat
@@ -21,10 +23,19 @@ import traceback
 from collections.abc import Callable
 from dis import opname
 from types import TracebackType
-from typing import Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from mpidp.errors import SHARED_MARK
-from mpidp.world.standard_output import pass_on_output
+from mpidp.world import communicators, mpi, signals
+from mpidp.world.communicators import is_survived
+from mpidp.world.log import pass_on_output
+from mpidp.world.mpi import ENDS_MPI, MPI, last_wait
+from mpidp.world.status import status
+
+if TYPE_CHECKING:
+    from mpidp.world.watchdog import Watchdog
+    from mpidp.world.world import World
+
 
 # How long a rank waits for rank 0 to print an error that all ranks share, before it ends the job itself.
 SHARED_ERROR_GRACE_S = 10.0
@@ -210,3 +221,125 @@ class _WatchedExit(SystemExit):
             return False
         frame = self.__traceback__.tb_frame
         return opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")
+
+
+PAUSE_S = 0.01
+CHILD_TIMEOUT_S = 3.0
+
+
+class Departure:
+    """Called once, at exit or when the program ends MPI, whichever comes first. Construction is not collective.
+
+    Attributes:
+        watchdog: tells whether others wait for this rank.
+
+    Args:
+        watchdog: the same.
+        guard: ends the job.
+    """
+
+    def __init__(self, watchdog: "Watchdog", guard: AbortGuard):
+        self.watchdog = watchdog
+        self._guard = guard
+        self._is_over = False
+        self._process = os.getpid()
+        if ENDS_MPI:
+            mpi.before_end(self)
+        else:
+            atexit.register(self)
+        # MPI deletes the attributes of COMM_SELF first when it ends, and still works then. It is deleting this one
+        # when it calls, so it must not be told to do so once more.
+        self._key = MPI.Comm.Create_keyval(delete_fn=lambda *_: self._leave(at_exit=False))
+        MPI.COMM_SELF.Set_attr(self._key, True)
+
+    def __call__(self) -> None:
+        """Waits until all ranks have left. Collective."""
+        if not self._is_over:
+            self._leave(at_exit=True)
+            if os.getpid() == self._process:
+                MPI.COMM_SELF.Delete_attr(self._key)
+
+    def _leave(self, at_exit: bool) -> None:
+        if self._is_over or os.getpid() != self._process:
+            return
+        self._is_over = True
+        status.has_left = True
+        self.watchdog.wake()
+        if self.watchdog.post is not None:
+            request = self.watchdog.post.comm.Ibarrier()
+            with status.waiting("the job's end", self.watchdog.size):
+                while not self._have_left(request):
+                    if self.watchdog.missed:
+                        self._end_job(at_exit)
+                        return
+                    time.sleep(PAUSE_S)
+        if communicators.is_elastic():
+            self.watchdog.abandon()  # the last one here may meet ranks that are gone already
+        else:
+            self._close()
+
+    def _close(self) -> None:
+        """From here to the end of MPI ranks wait for each other without a watchdog."""
+        timeout_s = 0.0
+        if self.watchdog.abort_s and self.watchdog.post is not None:  # without letters, others may be at work still
+            timeout_s = self.watchdog.abort_s + min(self.watchdog.rank, 2)  # so that one rank ends the job, and says so
+        with last_wait(timeout_s):
+            self.watchdog.close()
+        mpi.limit_end(timeout_s)
+
+    def _have_left(self, request: MPI.Request) -> bool:
+        """Whether all ranks are here; of one that died nobody waits for anything any more."""
+        try:
+            return bool(request.Test())
+        except MPI.Exception as error:
+            if not communicators.is_survived(error):
+                raise
+            return True
+
+    def _end_job(self, at_exit: bool) -> None:
+        """Ends the job with the exit code that this process would have had, or 1 if that were 0 or is not known yet."""
+        pass_on_output()
+        code = _future_exit_code() if ENDS_MPI and at_exit else 1
+        if os.getpid() != self._process:
+            return  # this is the copy that finds out
+        try:
+            self._guard.tell(f"{self._guard.tag} {self._guard.where()}{self.watchdog.missed}")
+        finally:
+            self._guard.abort(code or 1)
+
+
+def _future_exit_code() -> int:
+    """The exit code that this process is about to end with; it returns in a second process, too.
+
+    Python 3.11 tells nobody that `raise SystemExit(7)` ended the main program, but the code is there when the
+    interpreter has ended: so a copy of this process goes on to its end, without MPI, and is asked.
+    """
+    child = os.fork()
+    if child == 0:
+        gc.freeze()  # or the interpreter would look through all its objects once more before it ends
+        return 0
+    start = time.monotonic()
+    while time.monotonic() - start < CHILD_TIMEOUT_S:
+        ended, how = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return max(0, os.waitstatus_to_exitcode(how))
+        time.sleep(PAUSE_S)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return 0
+
+
+# sysexits.h calls it EX_TEMPFAIL: try again later. Job scripts requeue on it.
+STOPPED_EARLY = 75
+
+
+def leave(world: "World", code: int) -> NoReturn:
+    """Ends every rank; the job's exit code is rank 0's, `code`. Collective."""
+    world.guard.remove()
+    signals.ignore()
+    try:
+        world.barrier()
+    except MPI.Exception as error:
+        if not is_survived(error):  # else whoever died has left, too
+            raise
+    sys.exit(code if world.rank == 0 else 0)

@@ -5,16 +5,18 @@ looks into it, so nobody's tensor ever points to memory that is gone, and giving
 no room of /dev/shm, which is small in containers, and leaves nothing behind when a job is killed.
 """
 
+import logging
 import mmap
 import os
+import re
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from mpidp.world.collectives import reduced, wait
+from mpidp.world.library import MAPS, mapped_files
 from mpidp.world.mpi import MPI
-from mpidp.world.scalar import reduced
-from mpidp.world.waiting import wait
 
 PAGE_BYTES = 4096
 SHARED_MEMORY = "/dev/shm"
@@ -101,3 +103,26 @@ def free_shared_memory() -> int | None:
         return None
     facts = os.statvfs(SHARED_MEMORY)
     return facts.f_bavail * facts.f_frsize
+
+
+log = logging.getLogger("mpidp.rank")
+
+# MPICH 4 and 5. Memory of windows has lost its name by the time that they can be used.
+_NAMES = re.compile(r"/dev/shm/mpich_shm_[0-9a-f]+_\d+")
+
+
+def shared_files(maps: str) -> list[str]:
+    """Those of this process that have a name, from the text of `/proc/self/maps`. Pure."""
+    return [path for path in mapped_files(maps) if _NAMES.fullmatch(path)]
+
+
+def forget_names(node_comm: MPI.Intracomm) -> None:
+    """Removes the names, when every rank of the node has the memory. Collective on the node."""
+    node_comm.Barrier()
+    if node_comm.rank != 0 or not MAPS.exists():
+        return
+    for path in shared_files(MAPS.read_text()):
+        try:
+            os.unlink(path)
+        except OSError as error:  # it only stays where it is
+            log.info("cannot remove the name of %s: %s", path, error)

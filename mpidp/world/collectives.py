@@ -1,0 +1,262 @@
+"""Collective helpers: waiting, integers, errors, rows of a data set, weighed losses."""
+
+import logging
+import os
+import pickle
+import time
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from mpidp.errors import SHARED_MARK, DataError, MpidpError
+from mpidp.world.mpi import MPI
+from mpidp.world.status import status
+
+# Of the time waited so far, how much the next pause may take: a short wait is noticed at once.
+SHARE = 1 / 8
+SHORTEST_S = 1e-5
+
+
+def wait(request: MPI.Request, longest_pause_s: float = 0.0) -> None:
+    """Returns when the request is done. MPI makes progress, on all requests, only while it is called.
+
+    Args:
+        request: what to wait for.
+        longest_pause_s: how long the thread may sleep between two looks; 0 keeps looking, and gives the core only to
+            who wants it at that moment.
+    """
+    if request.Test():
+        return
+    start = time.perf_counter()
+    with status.waiting("a request"):
+        while not request.Test():
+            pause_s = min((time.perf_counter() - start) * SHARE, longest_pause_s)
+            if pause_s < SHORTEST_S:
+                os.sched_yield()
+            else:
+                time.sleep(pause_s)
+
+
+def reduced(comm: MPI.Intracomm, value: int, op: MPI.Op) -> int:
+    """Reduces one integer (64 bits) over the ranks, by an operation of MPI's. Collective.
+
+    Not `comm.allreduce`: mpi4py does that by messages on a communicator of its own, which nobody can revoke. When a
+    rank has died, one that waits there for a living rank, which went on to the recovery, would wait for ever.
+    """
+    number = np.array([value], dtype=np.int64)
+    comm.Allreduce(MPI.IN_PLACE, number, op=op)
+    return int(number[0])
+
+
+log = logging.getLogger("mpidp.rank")
+
+
+def share_error(comm: MPI.Intracomm, error: Exception | None, note: str, same: Sequence[int] = ()) -> bool:
+    """Raises on every rank when some rank brings an error, else returns on every rank. Collective.
+
+    All ranks raise the error of the lowest failing rank: that rank its own, which has the traceback, the others a
+    copy of the same type and text. The note says where it came from.
+
+    Args:
+        comm: the ranks.
+        error: of this rank, if any.
+        note: where it happened.
+        same: integers (64 bits, signed), equally many on all ranks, that are compared in the same message.
+
+    Returns:
+        Whether all ranks brought the same integers.
+    """
+    # The least of all numbers and of all their complements are each other's only if all are equal.
+    values = np.array([comm.size if error is None else comm.rank, *same, *(~value for value in same)], dtype=np.int64)
+    comm.Allreduce(MPI.IN_PLACE, values, op=MPI.MIN)
+    failing = int(values[0])
+    if failing == comm.size:
+        least, complements = np.split(values[1:], 2)
+        return bool((least == ~complements).all())
+    mine = error is not None and comm.rank == failing
+    if mine:
+        assert error is not None
+        error.add_note(note)
+    copy = comm.bcast(_portable(error) if mine else None, root=failing)
+    shared = error if mine else cast(Exception, copy)
+    assert shared is not None
+    setattr(shared, SHARED_MARK, True)
+    raise shared
+
+
+def _portable(error: Exception | None) -> Exception:
+    """An equal exception that survives pickling; a MpidpError with the same text when the original does not."""
+    try:
+        copy = cast(Exception, pickle.loads(pickle.dumps(error)))
+        if str(copy) == str(error):
+            return copy
+    except Exception:
+        log.debug("this exception does not survive pickling", exc_info=True)
+    # Some exceptions cannot be rebuilt from their arguments, or say something else then. The type's name and the text
+    # are what matters.
+    substitute = MpidpError(f"{type(error).__name__}: {error}")
+    for note in getattr(error, "__notes__", []):
+        substitute.add_note(note)
+    return substitute
+
+
+Rows = Sequence[int] | npt.NDArray[np.integer] | Tensor
+
+_Kind = tuple[int, torch.dtype, tuple[int, ...]]  # number of rows, dtype, shape of a row
+
+_NAMED = 5
+
+
+def gather_rows(comm: MPI.Intracomm, values: Tensor, rows: Rows, num_rows: int | None) -> Tensor:
+    """Return the values of all ranks, in ascending order of their row numbers; see `World.gather_rows`. Collective."""
+    numbers = torch.as_tensor(rows, dtype=torch.int64).reshape(-1).cpu()
+    note = f"on rank {comm.rank} of {comm.size}, gathering rows"
+    share_error(comm, _unequal_lengths(values, numbers), note)
+    kinds: list[_Kind] = comm.allgather((len(numbers), values.dtype, tuple(values.shape[1:])))
+    counts = [count for count, _, _ in kinds]
+    first = next((rank for rank, count in enumerate(counts) if count), comm.rank)
+    share_error(comm, _unequal_kinds(kinds, first), note)
+    _, dtype, shape = kinds[first]
+    own = values.detach().cpu() if len(numbers) else torch.empty((0, *shape), dtype=dtype)
+    all_numbers = _allgather(comm, numbers, counts)
+    gathered = _allgather(comm, own, counts)
+    order = torch.argsort(all_numbers)
+    share_error(comm, _unequal_rows(all_numbers[order].numpy(), num_rows), note)
+    return gathered[order]
+
+
+def _allgather(comm: MPI.Intracomm, own: Tensor, counts: list[int]) -> Tensor:
+    """Return the rows of all ranks, in the order of the ranks. Collective."""
+    row_bytes = own[:0].new_empty(own.shape[1:]).numel() * own.element_size()
+    gathered = own.new_empty((sum(counts), *own.shape[1:]))
+    if row_bytes == 0 or not len(gathered):
+        return gathered
+    row = MPI.BYTE.Create_contiguous(row_bytes).Commit()  # so that counts are of rows, and stay small
+    try:
+        comm.Allgatherv([_bytes(own), len(own), row], [_bytes(gathered), counts, None, row])
+    finally:
+        row.Free()
+    return gathered
+
+
+def _bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
+    """Return the memory of a contiguous tensor, of any dtype; a copy where it is not contiguous."""
+    if not tensor.numel():  # an empty NumPy array may have strides of 0, which torch does not view as bytes
+        return np.empty(0, dtype=np.uint8)
+    array: npt.NDArray[np.uint8] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return array
+
+
+def _unequal_lengths(values: Tensor, numbers: Tensor) -> DataError | None:
+    if (len(numbers) == 0 and values.numel() == 0) or (values.dim() > 0 and len(values) == len(numbers)):
+        return None
+    return DataError(
+        f"gather_rows was given values of shape {tuple(values.shape)} and {len(numbers)} row numbers; "
+        f"give one row of the first axis for each number"
+    )
+
+
+def _unequal_kinds(kinds: list[_Kind], first: int) -> DataError | None:
+    for rank, kind in enumerate(kinds):
+        if kind[0] and kind[1:] != kinds[first][1:]:
+            return DataError(
+                f"gather_rows was given rows of {kinds[first][1]} and shape {kinds[first][2]} on rank {first}, of "
+                f"{kind[1]} and shape {kind[2]} on rank {rank}; give the same on every rank"
+            )
+    return None
+
+
+def _unequal_rows(numbers: npt.NDArray[np.int64], num_rows: int | None) -> DataError | None:
+    """Return an error for rows that came twice or, of `num_rows`, not at all; `numbers` are ascending."""
+    twice = np.unique(numbers[1:][numbers[1:] == numbers[:-1]])
+    if len(twice):
+        return DataError(
+            f"gather_rows was given {_some(twice)} more than once; give each row of the data set on one rank, once"
+        )
+    if num_rows is None or len(numbers) == num_rows:
+        return None
+    text = f"gather_rows was given {len(numbers)} rows, and {num_rows} were expected"
+    if len(numbers) < num_rows and (not len(numbers) or numbers[-1] < num_rows):  # else they are a part of a split
+        text += f": {_some(np.setdiff1d(np.arange(num_rows), numbers))} did not come"
+    return DataError(f"{text}; give the rows of all batches of a whole pass over the data")
+
+
+def _some(numbers: npt.NDArray[np.int64]) -> str:
+    named = ", ".join(map(str, numbers[:_NAMED]))
+    if len(numbers) == 1:
+        return f"row {named}"
+    return f"rows {named}" + (f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else "")
+
+
+def weighed(loss: Tensor, here: int, everywhere: int, size: int) -> Tensor:
+    """Return `loss` (scalar) scaled by its share; without anything here, a zero that gives no gradient.
+
+    Args:
+        loss: the mean over `here` things.
+        here: how many things this rank has.
+        everywhere: how many all ranks have.
+        size: number of ranks.
+    """
+    if here == 0:
+        return _no_gradient(loss)
+    # Bit for bit the user's own loss where there is nothing to scale.
+    return loss if here * size == everywhere else loss * (here * size / everywhere)
+
+
+def accumulate_only(loss: Tensor) -> Tensor:
+    """Return `loss`, whose backward pass `DataParallel` then does not reduce: more is to come of the same sum."""
+    marked = _Accumulate.apply(loss)  # type: ignore[no-untyped-call]
+    assert isinstance(marked, Tensor)
+    return marked
+
+
+def check_loss(loss: Tensor) -> None:
+    """Raise `DataError` for a loss that is no scalar."""
+    if loss.dim() != 0:
+        raise DataError(
+            f"weigh was given a loss of shape {tuple(loss.shape)}; give the mean over the local samples, a scalar"
+        )
+
+
+def check_count(count: int) -> None:
+    """Raise `DataError` for a negative count."""
+    if count < 0:
+        raise DataError(f"weigh was given a count of {count}; give the number of things the loss is a mean of")
+
+
+class _NoGradient(torch.autograd.Function):
+    """Zero, with a backward pass through the graph that leaves every gradient undefined.
+
+    Multiplying by 0 instead would turn the NaN of a mean over nothing into NaN gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        return loss.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> None:
+        return None
+
+
+def _no_gradient(loss: Tensor) -> Tensor:
+    zero = _NoGradient.apply(loss)  # type: ignore[no-untyped-call]
+    assert isinstance(zero, Tensor)
+    return zero
+
+
+class _Accumulate(torch.autograd.Function):
+    """The identity, whose backward pass says that it belongs to a sum which is not complete."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        status.accumulating_pass = torch._C._current_graph_task_id()
+        return gradients
