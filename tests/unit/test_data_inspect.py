@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from mpidp.hdf5.files.contents import list_datasets
 from mpidp.tools.inspect.advice import advice
-from mpidp.tools.inspect.amplification import Order, StoredField, amplification
+from mpidp.tools.inspect.amplification import ReadOrder, StoredField, amplification
 
 MIB = 1 << 20
 
 
-def counted(field: StoredField, num_rows: int, range_rows: int, order: Order) -> int:
+def counted(field: StoredField, num_rows: int, range_rows: int, order: ReadOrder) -> int:
     """Bytes decoded, by going through the reads one by one."""
     if field.chunks is None:
         return num_rows * field.row_bytes
@@ -40,7 +40,7 @@ def counted(field: StoredField, num_rows: int, range_rows: int, order: Order) ->
     width=st.integers(1, 4),
 )
 def test_amplification_is_what_counting_finds(
-    num_rows: int, range_rows: int, order: Order, heights: list[int], width: int
+    num_rows: int, range_rows: int, order: ReadOrder, heights: list[int], width: int
 ) -> None:
     fields = [StoredField((num_rows, 5), (height, width), 4) for height in heights]
     fields.append(StoredField((num_rows,), None, 8))
