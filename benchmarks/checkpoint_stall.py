@@ -80,7 +80,7 @@ def main() -> None:
     world = mpidp.init()
     numel = (options.mib << 20) // 4 // TENSORS
     state = {f"tensor_{index}": torch.randn(numel) for index in range(TENSORS if world.rank == 0 else 0)}
-    folder = world.from_root(lambda: Path(tempfile.mkdtemp(dir=options.folder, prefix="checkpoint_stall_")))
+    folder = world.call_on_root(lambda: Path(tempfile.mkdtemp(dir=options.folder, prefix="checkpoint_stall_")))
     saver = Saver(world, folder, keep=1)
     new, again = copies(state, 5) if state else (0.0, 0.0)
     lines = measure(world, saver, state, options.saves)

@@ -1,6 +1,6 @@
 """What a user can mend: every error of this package that is not a bug derives from `MpidpError`."""
 
-# Attribute of an exception that every rank raises at the same point; see `World.together`.
+# Attribute of an exception that every rank raises at the same point; see `World.raise_on_all_ranks`.
 SHARED_MARK = "mpidp_on_all_ranks"
 
 

@@ -39,7 +39,7 @@ def _train_together(words: list[str]) -> int:
     from mpidp.world.start import init
 
     world = init()
-    with world.together("reading the run file and the command line"):
+    with world.raise_on_all_ranks("reading the run file and the command line"):
         try:
             options = parse(words, console_outputs=world.rank == 0)
         except SystemExit as end:  # the parser has printed what is wrong, on rank 0

@@ -30,7 +30,7 @@ from mpidp.hdf5.modes.source import Mode, Source, Stretch, check_mode, open_sour
 from mpidp.hdf5.order.order import Order, Passes, Share, Shuffle
 from mpidp.hdf5.order.split import Part
 from mpidp.hdf5.prefetch import BatchRing
-from mpidp.hdf5.preparation import check_agreed, check_batches, choose_threads, describe_together, from_root, select
+from mpidp.hdf5.preparation import call_on_root, check_agreed, check_batches, choose_threads, describe_together, select
 from mpidp.hdf5.read import decoding, slow_paths
 from mpidp.hdf5.transform import BatchMaker, BatchTransform, SampleTransform
 from mpidp.world.current import CurrentWorld, resolve_world
@@ -118,10 +118,10 @@ class HDF5Loader(Passes):
         given = (tuple(spec.settings() for spec in specs), order)
         check_agreed(world, given, "an HDF5Loader", _SETTINGS, absolute_paths(paths))
         self.dataset = describe_together(world, paths, specs, allow_holes)
-        node_bytes = memory_bytes or from_root(world, lambda: default_node_bytes(memory_limit()))
+        node_bytes = memory_bytes or call_on_root(world, lambda: default_node_bytes(memory_limit()))
         self._node_bytes = node_bytes
         self._rank_bytes = node_bytes // (1 if world is None else world.local_size)
-        with nullcontext() if world is None else world.together("choosing the order of the samples"):
+        with nullcontext() if world is None else world.raise_on_all_ranks("choosing the order of the samples"):
             check_mode(mode)
             self._selection = select(self.dataset, split, seed)
             self._adopts_shuffle = shuffle == "auto" and lanes is None and mixing_chunks is None

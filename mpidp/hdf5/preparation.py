@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def from_root(world: World | None, function: Callable[[], T]) -> T:
+def call_on_root(world: World | None, function: Callable[[], T]) -> T:
     """Return what `function` gives on rank 0. Collective."""
-    return function() if world is None else world.from_root(function)
+    return function() if world is None else world.call_on_root(function)
 
 
 def choose_threads(threads: int | None, world: World | None) -> int:
@@ -37,9 +37,9 @@ def describe_together(world: World | None, paths: Paths, specs: tuple[FieldSpec,
     if world is None:
         return describe(paths, specs, allow_holes)
     # The user's functions are each rank's own: they stay where they are.
-    dataset = world.from_root(lambda: replace(describe(paths, specs, allow_holes), decoders={}))
+    dataset = world.call_on_root(lambda: replace(describe(paths, specs, allow_holes), decoders={}))
     dataset = replace(dataset, decoders=decoders(specs))
-    with world.together("finding the data"):
+    with world.raise_on_all_ranks("finding the data"):
         if world.local_rank == 0:
             check_present(dataset)
     return dataset
@@ -55,7 +55,7 @@ def check_agreed(
     if world is None:
         return
     roots, roots_paths = world.broadcast((settings, paths))
-    with world.together(f"comparing the settings of {made}"):
+    with world.raise_on_all_ranks(f"comparing the settings of {made}"):
         if settings != roots or not _are_same_files(paths, roots_paths):
             own, others = (*paths, *settings), (*roots_paths, *roots)
             raise MismatchError(

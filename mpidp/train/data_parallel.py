@@ -142,7 +142,7 @@ class DataParallel(nn.Module):
         super().__init__()
         self.module = module
         self.world = world
-        with world.together("wrapping the model"):
+        with world.raise_on_all_ranks("wrapping the model"):
             check_supported(module, world)
         options = ReducerOptions(piece_bytes, wire, error_feedback, share_memory=not communicators.is_elastic())
         told = (
@@ -156,7 +156,7 @@ class DataParallel(nn.Module):
         self.choice: Choice = decide(world, reducer, options, num_bytes)
         self.overlap = wants_overlap(world, self.choice) if overlap is None else overlap
         if reducer == "auto" and not quiet:
-            world.say(f"reducer {self.choice}")
+            world.log_once(f"reducer {self.choice}")
         self._sync = GradientSync(
             module,
             world,

@@ -81,7 +81,7 @@ class Survivors:
         if self.is_on:
             communicators.be_elastic()
         elif world.size > 1:
-            world.say(
+            world.log_once(
                 f"training cannot go on without a rank that dies: {reason or 'another rank cannot'}. The job ends "
                 f"then, and goes on from its newest checkpoint when it is started again."
             )
@@ -160,7 +160,7 @@ class Survivors:
             setattr(few, SHARED_MARK, True)
             raise few
         log.info("%s; this is rank %d now", self.loss, self.world.rank)
-        self.world.say(str(self.loss))
+        self.world.log_once(str(self.loss))
 
 
 def _end_job(world: World, limit_s: float) -> None:
@@ -210,4 +210,4 @@ class Survivor:
         trainer.recorder.rebuild(trainer.step, trainer.folder.metrics)
         remember(trainer.model, trainer.folder.path)
         if trainer.config.reduce.error_feedback:
-            world.say("error feedback starts from nothing: its rounding errors belong to another number of ranks")
+            world.log_once("error feedback starts from nothing: its rounding errors belong to another number of ranks")

@@ -28,7 +28,7 @@ def wrap(
     """The model as the run file wants it reduced, or as before if this is a resume on as many ranks. Collective."""
     name, piece_bytes, overlap = section.reducer, section.piece_bytes, _OVERLAP[section.overlap]
     if resume is not None and section.reducer == "auto":
-        remembered = world.from_root(lambda: _read(resume / FILE, world))
+        remembered = world.call_on_root(lambda: _read(resume / FILE, world))
         if remembered is not None:
             name, piece_bytes = remembered["reducer"], piece_bytes or remembered["piece_bytes"]
             overlap = remembered["overlap"] if section.overlap == "auto" else overlap

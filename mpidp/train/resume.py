@@ -60,20 +60,20 @@ def restore(trainer: "Trainer", run_folder: Path) -> tuple[int, Path]:
         CheckpointError: no run folder or usable checkpoint; one of another model, optimizer or scheduler.
     """
     world = trainer.world
-    with world.together("looking for the run folder"):
+    with world.raise_on_all_ranks("looking for the run folder"):
         RunFolder(run_folder).check()
     path, passed_over = newest_readable(world, RunFolder(run_folder).checkpoints)
     for line in passed_over:
-        world.say(f"passed over a newer checkpoint: {line}; the next save sets it aside")
-    with world.together("loading the checkpoint"):
+        world.log_once(f"passed over a newer checkpoint: {line}; the next save sets it aside")
+    with world.raise_on_all_ranks("loading the checkpoint"):
         state = checkpoint.read(path, checkpoint.STATE)
         _apply(trainer, state, path)
     trainer.step = state["step"]
     _restore_own(trainer, path, state["ranks"])
-    world.say(f"resumed from {path}: step {trainer.step:,}, epoch {trainer.loader.epoch + 1}")
+    world.log_once(f"resumed from {path}: step {trainer.step:,}, epoch {trainer.loader.epoch + 1}")
     ignored = _ignored(trainer.config, state["config"])
     if ignored:
-        world.say(f"changed since, but the checkpoint's values go on: {', '.join(ignored)}")
+        world.log_once(f"changed since, but the checkpoint's values go on: {', '.join(ignored)}")
     return int(state["metrics_bytes"]), path
 
 
@@ -84,12 +84,12 @@ def _restore_own(trainer: "Trainer", path: Path, saved_ranks: int) -> None:
         rng.seed_all(trainer.config.run.seed, world.rank, trainer.step)
         kept = not trainer.config.reduce.error_feedback
     else:
-        with world.together("loading the checkpoint"):
+        with world.raise_on_all_ranks("loading the checkpoint"):
             own = checkpoint.read(path, checkpoint.part_name(world.rank))
             rng.restore(own["rng"], world.device)
             kept = trainer.model.load_rank_state_dict(own["reduction"]) or not trainer.config.reduce.error_feedback
     if not world.all(kept):
-        world.say(
+        world.log_once(
             "error feedback starts from nothing: the checkpoint's rounding errors belong to another number or "
             "layout of ranks, or to another way of reducing"
         )

@@ -81,7 +81,7 @@ def check_same(world: World, lines: Sequence[str], what: str) -> None:
     if world.all(same):
         return
     reference = world.broadcast(list(lines))
-    with world.together(f"comparing {what}"):
+    with world.raise_on_all_ranks(f"comparing {what}"):
         if not same:
             raise MismatchError(_difference(what, reference, lines, world))
 

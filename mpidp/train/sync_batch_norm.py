@@ -139,7 +139,7 @@ class SyncBatchNorm(_BatchNorm):
             MpidpError: a layer is another kind of batch norm, such as a lazy one; it is named.
             MismatchError: the ranks' modules have different layers.
         """
-        with world.together("converting batch norm"):
+        with world.raise_on_all_ranks("converting batch norm"):
             layers = _find(module)
         check_same(world, [f"layer {name}: {layer}" for name, layer in layers.items()], "the batch norm layers")
         group = SyncGroup(world, list(layers)) if layers else None

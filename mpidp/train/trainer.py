@@ -58,9 +58,9 @@ def train(config: RunConfig, resume: Path | None = None) -> str:
     world = init(stall_warning_s=config.watch.stall_warning_s, stall_abort_s=config.watch.stall_abort_s)
     config = for_array_task(config, os.environ)
     check_same(world, [f"resume {resume}"], "the configurations")  # before all take what rank 0 makes of it
-    resume, why = world.from_root(lambda: choose_resume(config, resume, os.environ))
+    resume, why = world.call_on_root(lambda: choose_resume(config, resume, os.environ))
     if why:
-        world.say(why)
+        world.log_once(why)
     with contextlib.ExitStack() as at_end:
         held = RunFolder.hold(resume, world) if resume else None
         if held is not None:
@@ -84,17 +84,17 @@ class Trainer:
             warn_of_cores(world.comm, world.host, config.train.threads, stacklevel=2)
         with world.status.during("open the data", is_long=True):  # copying it to a node may take its time
             self.loader, self.validation = build_loaders(config, world)
-        with world.together("building the model"):
+        with world.raise_on_all_ranks("building the model"):
             module = build_model(config).to(world.device)
             self.loss = build_loss(config.loss)
             self.on_end = build_on_end(config)
         if config.train.sync_batch_norm and not sync_layers(SyncBatchNorm.convert(module, world)):
-            world.say("train.sync_batch_norm is true, but the model has no batch norm layer")
+            world.log_once("train.sync_batch_norm is true, but the model has no batch norm layer")
         self.model = wrap(module, world, config.reduce, config.watch.compare_steps, resume)
-        with world.together("building the optimizer"):
+        with world.raise_on_all_ranks("building the optimizer"):
             plain = build_optimizer(config.optimizer, self.model)
         self.optimizer = self._shard(plain) if config.optimizer.sharded else plain
-        with world.together("building the scheduler"):
+        with world.raise_on_all_ranks("building the scheduler"):
             self.scheduler = build_scheduler(config.scheduler, self.optimizer)
         self.step = 0
         rng.seed_all(config.run.seed, world.rank, self.step)
@@ -108,7 +108,7 @@ class Trainer:
         world.status.step = self.step
         self.first_step, self.saved_step = self.step, self.step if resume else -1
         progress = Progress(world.rank == 0, self.step, self.step + self._steps_left(), config.log.progress_s)
-        with world.together("opening the metrics"):
+        with world.raise_on_all_ranks("opening the metrics"):
             metrics = MetricsFile(self.folder.metrics, metrics_bytes) if world.rank == 0 else None
         self.recorder = Recorder(
             world,
@@ -146,7 +146,7 @@ class Trainer:
         if self.stopped:
             self._check_saved()
             self.folder.note(self.world, end=f"stopped by {self.stopped}")
-            self.world.say(describe_stop(self))
+            self.world.log_once(describe_stop(self))
             return self.stopped
         self.recorder.progress.line(summarise(self, time.perf_counter() - start))
         self._survive(self._end, self.stop)

@@ -1,8 +1,8 @@
 """The logger `mpidp`, and standard streams that may have no reader any more.
 
 The library prints nothing on standard output, which is the program's. Two loggers: `mpidp` is what the job has to say,
-told by rank 0 (`World.say`) and, from WARNING up, by any rank; `mpidp.rank` is what concerns one rank alone, such as
-how long a checkpoint took: it goes to a run's `logs/` and to handlers of the program's own.
+told by rank 0 (`World.log_once`) and, from WARNING up, by any rank; `mpidp.rank` is what concerns one rank alone, such
+as how long a checkpoint took: it goes to a run's `logs/` and to handlers of the program's own.
 """
 
 import logging

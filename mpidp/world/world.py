@@ -164,7 +164,7 @@ class World:
                 time.sleep(POLL_S)
 
     @contextmanager
-    def together(self, what: str) -> Iterator[None]:
+    def raise_on_all_ranks(self, what: str) -> Iterator[None]:
         """A block whose exception on any rank is raised on every rank. Collective, at the end of the block.
 
         The block must not hold collectives that a failing rank would miss. All ranks raise the exception of the
@@ -180,15 +180,15 @@ class World:
             error = caught
         share_error(self.comm, error, f"on rank {self.rank} of {self.size} ({self.host}), {what}")
 
-    def from_root(self, function: Callable[[], T]) -> T:
+    def call_on_root(self, function: Callable[[], T]) -> T:
         """Rank 0 calls the function; its result, or its exception, reaches every rank. Collective."""
         result: T | None = None
-        with self.together("for all ranks"):
+        with self.raise_on_all_ranks("for all ranks"):
             if self.rank == 0:
                 result = function()
         return self.broadcast(result)
 
-    def say(self, text: str) -> None:
+    def log_once(self, text: str) -> None:
         """One line from the job: rank 0 logs it (logger `mpidp`, INFO), the other ranks do not. Not collective."""
         if self.rank == 0:
             job_log.info("%s", text)

@@ -109,10 +109,10 @@ def check(path: Path, num_bytes: int) -> int:
 
 
 def resume(world: World, folder: Path, num_bytes: int) -> tuple[int, Path | None]:
-    if not world.from_root(lambda: bool(checkpoint.newest_first(folder))):
+    if not world.call_on_root(lambda: bool(checkpoint.newest_first(folder))):
         return 0, None
     path, _ = newest_readable(world, folder)
-    with world.together("checking"):
+    with world.raise_on_all_ranks("checking"):
         step = check(path, num_bytes)
     say(world, f"resumed {step}")
     return step, path

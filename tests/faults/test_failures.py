@@ -139,7 +139,7 @@ def test_an_error_of_all_ranks_is_printed_once() -> None:
     """Behaviour 30: with the note that says where it came from."""
     result = run(
         """
-with world.together("opening the data"):
+with world.raise_on_all_ranks("opening the data"):
     if world.rank == 2:
         raise mpidp.errors.DataError("no file x.h5")
 """

@@ -29,7 +29,7 @@ assert mpidp.init() is world
 mpidp.Survivors(world)
 model = mpidp.DataParallel(torch.nn.Linear(64, 10), world)
 optimizer = mpidp.ShardedOptimizer(torch.optim.AdamW(model.parameters()), world)
-saver = Saver(world, world.from_root(lambda: __import__("pathlib").Path(sys.argv[1])), keep=2)
+saver = Saver(world, world.call_on_root(lambda: __import__("pathlib").Path(sys.argv[1])), keep=2)
 loader = mpidp.HDF5Loader("data/digits.h5", ("x", "y"), 720, world=world)
 for batch in model.batches(loader):
     loss = torch.nn.functional.cross_entropy(model(batch.x.flatten(1).float()), batch.y)

@@ -119,7 +119,7 @@ def test_rows_of_a_file(world: mpidp.World, kind: str, mpi_tmp_path: Path) -> No
             file.create_dataset("x", data=x, chunks=(16, 28, 28), compression="gzip", shuffle=True)
             file.create_dataset("y", data=np.arange(203) % 7 == 0, chunks=(50,))
     world.barrier()
-    dataset = world.from_root(lambda: describe(path, ("x", "y")))
+    dataset = world.call_on_root(lambda: describe(path, ("x", "y")))
     selection = Selection(dataset, Split(dataset.chunk_rows, 0.25, 7), "train")
     reads = PieceReader(selection)
     held = KINDS[kind](Contents.of(selection), reads.read, world)

@@ -118,7 +118,7 @@ ERRORS: dict[str, Exception] = {
 def test_together_raises_the_same_everywhere(world: mpidp.World, name: str, who: str) -> None:
     """Behaviour 29: type and text, and a note that says which rank it was."""
     failing = {"first": [0], "last": [world.size - 1], "all": list(range(world.size))}[who]
-    with pytest.raises(type(ERRORS[name])) as caught, world.together("opening the data"):
+    with pytest.raises(type(ERRORS[name])) as caught, world.raise_on_all_ranks("opening the data"):
         if world.rank in failing:
             raise ERRORS[name]
     assert type(caught.value) is type(ERRORS[name])
@@ -129,7 +129,7 @@ def test_together_raises_the_same_everywhere(world: mpidp.World, name: str, who:
 
 
 def test_together_the_lowest_failing_rank_is_heard(world: mpidp.World) -> None:
-    with pytest.raises(ValueError, match="from rank") as caught, world.together("a test"):
+    with pytest.raises(ValueError, match="from rank") as caught, world.raise_on_all_ranks("a test"):
         if world.rank >= 1 or world.size == 1:
             raise ValueError(f"from rank {world.rank}")
     assert str(caught.value) == f"from rank {min(1, world.size - 1)}"
@@ -139,7 +139,7 @@ def test_together_the_lowest_failing_rank_is_heard(world: mpidp.World) -> None:
 def test_errors_that_cannot_travel_keep_type_name_and_text(world: mpidp.World, make: Any) -> None:
     """Behaviour 29: the failing rank raises its own; the others one that says the same."""
     error = make()
-    with pytest.raises((MpidpError, RuntimeError)) as caught, world.together("a test"):
+    with pytest.raises((MpidpError, RuntimeError)) as caught, world.raise_on_all_ranks("a test"):
         if world.rank == 0:
             raise error
     if world.rank == 0:
@@ -152,22 +152,22 @@ def test_errors_that_cannot_travel_keep_type_name_and_text(world: mpidp.World, m
 
 def test_together_without_an_error(world: mpidp.World) -> None:
     done = []
-    with world.together("a test"):
+    with world.raise_on_all_ranks("a test"):
         done.append(world.rank)
     assert done == [world.rank]
 
 
-def test_from_root(world: mpidp.World) -> None:
+def test_call_on_root(world: mpidp.World) -> None:
     ran: list[int] = []
-    assert world.from_root(lambda: ran.append(world.rank) or "result") == "result"
+    assert world.call_on_root(lambda: ran.append(world.rank) or "result") == "result"
     assert ran == ([0] if world.rank == 0 else [])
-    assert world.from_root(lambda: None) is None
+    assert world.call_on_root(lambda: None) is None
     with pytest.raises(DataError) as caught:
-        world.from_root(lambda: fail(DataError("no file x.h5")))
+        world.call_on_root(lambda: fail(DataError("no file x.h5")))
     assert str(caught.value) == "no file x.h5"
 
 
 def test_only_rank_0_says(world: mpidp.World, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "mpidp")
-    world.say("hello")
+    world.log_once("hello")
     assert caplog.messages == (["hello"] if world.rank == 0 else [])

@@ -45,14 +45,14 @@ class OneOf:
     def broadcast(self, obj: Any) -> Any:
         return self.roots or obj
 
-    def from_root(self, function: Callable[[], Any]) -> Any:
+    def call_on_root(self, function: Callable[[], Any]) -> Any:
         return function()
 
     def sum(self, values: list[float]) -> list[float]:
         return [value * self.size for value in values]
 
     @contextmanager
-    def together(self, what: str) -> Iterator[None]:
+    def raise_on_all_ranks(self, what: str) -> Iterator[None]:
         yield
 
 

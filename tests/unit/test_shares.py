@@ -39,7 +39,7 @@ class OneOf:
         return self.roots or obj
 
     @contextmanager
-    def together(self, what: str) -> Iterator[None]:
+    def raise_on_all_ranks(self, what: str) -> Iterator[None]:
         yield
 
 

@@ -140,7 +140,7 @@ def check_room(world: World | None, mode: str, num_bytes: int) -> None:
         _check(mode, num_bytes, 1)
         return
     needed = world.sum_on_node(num_bytes)
-    with world.together("making room for the data"):
+    with world.raise_on_all_ranks("making room for the data"):
         _check(mode, needed, world.num_nodes)
 
 
@@ -185,7 +185,7 @@ class NodeMemory:
             if world is not None and world.size > 1:
                 self._window = _share(world, largest)
             self._segments = self._views()
-            with nullcontext() if world is None else world.together("decoding the data into memory"):
+            with nullcontext() if world is None else world.raise_on_all_ranks("decoding the data into memory"):
                 contents.fill(read, start, stop, self._segments[self._rank], threads)
         except Exception:  # on every rank, so that all of them come to the collective end
             self.close()
@@ -266,7 +266,7 @@ def _share(world: World, num_bytes: int) -> SharedWindow | None:
         error = caught
     failure = error and f"{world.host}: the ranks of a node cannot share {num_bytes:,} bytes ({error})"
     failures = [found for found in world.comm.allgather(failure) if found]
-    with world.together("sharing memory"):
+    with world.raise_on_all_ranks("sharing memory"):
         if failures:
             raise DataError(f'mode="node": {failures[0]}; take mode="store" or mode="stream"')
     return window

@@ -257,7 +257,7 @@ def _usable(root: Path) -> Iterator[None]:
 
 
 def _together(world: World | None, what: str) -> AbstractContextManager[None]:
-    return nullcontext() if world is None else world.together(what)
+    return nullcontext() if world is None else world.raise_on_all_ranks(what)
 
 
 def _warn(warning: str, world: World | None) -> None:

@@ -51,7 +51,7 @@ class SpreadMemory:
         self._remote = RemoteRows(world.comm, counts, row_bytes, way)
         self._segment = self._remote.segment
         try:
-            with world.together("decoding the data into memory"):
+            with world.raise_on_all_ranks("decoding the data into memory"):
                 contents.fill(read, start, stop, self._records(self._segment), threads)
         except Exception:  # on every rank, so that all of them come to the collective end
             self.close()

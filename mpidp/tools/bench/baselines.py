@@ -31,7 +31,7 @@ def gloo(world: World) -> Iterator[None]:
     Raises:
         LaunchError: several nodes, and rank 0's address cannot be told.
     """
-    address = world.from_root(lambda: LOOPBACK if world.num_nodes == 1 else root_address(world.host, os.environ))
+    address = world.call_on_root(lambda: LOOPBACK if world.num_nodes == 1 else root_address(world.host, os.environ))
     torch.distributed.init_process_group(
         "gloo", store=_store(world, address), rank=world.rank, world_size=world.size, timeout=TIMEOUT
     )

@@ -65,7 +65,7 @@ def measure(world: World, sides: Sequence[Side], repeats: int) -> dict[str, Time
         for _ in range(CHECKED_CALLS):
             side.prepare()
             side.run()
-            with world.together(f"checking {side.name}"):
+            with world.raise_on_all_ranks(f"checking {side.name}"):
                 side.check()
     seconds = torch.zeros(len(sides), 2, repeats, dtype=torch.float64)
     for repeat in range(repeats):

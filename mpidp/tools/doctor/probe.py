@@ -146,7 +146,7 @@ def _model() -> nn.Module:
 
 def _round_trip(world: World, module: nn.Module) -> dict[str, Any]:
     """Save the model beside where runs would lie, and load it on every rank. Collective."""
-    folder = Path(world.from_root(lambda: tempfile.mkdtemp(prefix=".mpidp-doctor-", dir=".")))
+    folder = Path(world.call_on_root(lambda: tempfile.mkdtemp(prefix=".mpidp-doctor-", dir=".")))
     try:
         return _save_and_load(world, module, folder)
     finally:
@@ -160,7 +160,7 @@ def _save_and_load(world: World, module: nn.Module, folder: Path) -> dict[str, A
     start = time.perf_counter()
     saver.save(0, lambda: {"model": state}, lambda: {"rank": world.rank})
     saved = time.perf_counter()
-    with world.together("loading the checkpoint"):
+    with world.raise_on_all_ranks("loading the checkpoint"):
         assert saver.newest is not None
         found: dict[str, Tensor] = load(saver.newest)["model"]
         if not all(torch.equal(value, found[name]) for name, value in state.items()):

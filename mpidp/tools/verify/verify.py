@@ -51,7 +51,7 @@ def verify_file(path: str, limit: int, world: "World | None" = None, speaks: boo
     overview = _at_root(world, lambda: _overview(path))
     rank, size = (0, 1) if world is None else (world.rank, world.size)
     scan = Scan(limit)
-    with nullcontext() if world is None else world.together(f"verifying {path}"):
+    with nullcontext() if world is None else world.raise_on_all_ranks(f"verifying {path}"):
         if overview.works:
             with open_file(path, cache_bytes=0) as file:
                 _scan(file, path, overview, scan, (rank, size), speaks)
@@ -158,7 +158,7 @@ def _described(file: Any, path: str, name: str) -> tuple[Work | None, list[Findi
 
 
 def _at_root(world: "World | None", function: Callable[[], T]) -> T:
-    return function() if world is None else world.from_root(function)
+    return function() if world is None else world.call_on_root(function)
 
 
 def _world() -> "World | None":

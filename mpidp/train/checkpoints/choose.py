@@ -22,7 +22,7 @@ def newest_readable(world: World, folder: Path) -> tuple[Path, list[str]]:
     Raises:
         CheckpointError: none is usable; says why for each, and which rank found it so.
     """
-    with world.together("looking for checkpoints"):
+    with world.raise_on_all_ranks("looking for checkpoints"):
         mine = [path.name for path in checkpoint.newest_first(folder)]
     names = {name for of_rank in world.comm.allgather(mine) for name in of_rank}
     passed_over: list[str] = []
@@ -31,7 +31,7 @@ def newest_readable(world: World, folder: Path) -> tuple[Path, list[str]]:
         if fault is None:
             return path, passed_over
         passed_over.append(f"{path.name}: {fault}")
-    with world.together("looking for checkpoints"):
+    with world.raise_on_all_ranks("looking for checkpoints"):
         raise checkpoint.none_usable(folder, passed_over)
 
 

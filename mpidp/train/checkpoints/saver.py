@@ -191,7 +191,7 @@ class Saver:
             wait([self._current.work])  # the threads must not write any more when the folder is removed
         step = reduced(self.world.comm, -1 if self._current is None else self._current.step, MPI.MAX)
         final = self.folder / folder_name(max(step, 0))
-        is_there = bool(self.world.from_root(lambda: step >= 0 and (final / manifests.NAME).exists()))
+        is_there = bool(self.world.call_on_root(lambda: step >= 0 and (final / manifests.NAME).exists()))
         if is_there:
             self.newest = final
         elif self.world.rank == 0:
@@ -265,7 +265,7 @@ class Saver:
         log.info("%s", text)
         if self.on_failure == "stop":
             raise error
-        self.world.say(f"{text}\n  Training goes on without it (checkpoint.on_failure).")
+        self.world.log_once(f"{text}\n  Training goes on without it (checkpoint.on_failure).")
 
     def _complete(self, save: _Save) -> None:
         self._current = None

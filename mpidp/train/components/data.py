@@ -25,7 +25,7 @@ def build_loaders(config: RunConfig, world: World) -> tuple[HDF5Loader, HDF5Load
         ConfigError: a transform or decode function that cannot be found.
     """
     data = config.data
-    with world.together("finding the functions that the data section names"):
+    with world.raise_on_all_ranks("finding the functions that the data section names"):
         transform = find("data.transform", data.transform, BUILT_IN) if data.transform else None
         of_samples = find("data.sample_transform", data.sample_transform, {}) if data.sample_transform else None
         specs = field_specs_of(data)
@@ -61,7 +61,7 @@ def build_loaders(config: RunConfig, world: World) -> tuple[HDF5Loader, HDF5Load
         return training, None
     paths = data.validation or data.train
     held_out = (
-        world.from_root(lambda: describe(paths, specs, data.allow_holes).num_rows)
+        world.call_on_root(lambda: describe(paths, specs, data.allow_holes).num_rows)
         if data.validation
         else training.dataset.num_rows - training.num_samples
     )

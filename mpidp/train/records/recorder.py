@@ -150,4 +150,5 @@ class Recorder:
         except CheckpointError as shared:
             if self.on_failure == "stop":
                 raise
-            world.say(f"{shared} Training goes on, and what cannot be written is left out (checkpoint.on_failure).")
+            left_out = "Training goes on, and what cannot be written is left out (checkpoint.on_failure)."
+            world.log_once(f"{shared} {left_out}")

@@ -69,9 +69,9 @@ class RunFolder:
     @classmethod
     def create(cls, config: RunConfig, world: World) -> "RunFolder":
         """A new folder `runs/<name>`, or `runs/<name>-2` and so on where that exists. Collective."""
-        folder = cls(_as_all_find_it(world.from_root(lambda: _make_new(config.run.parent, config.run.name)), world))
+        folder = cls(_as_all_find_it(world.call_on_root(lambda: _make_new(config.run.parent, config.run.name)), world))
         folder._claim(world)
-        with world.together("writing the run folder"):
+        with world.raise_on_all_ranks("writing the run folder"):
             if world.rank == 0:
                 folder.checkpoints.mkdir()
                 folder.logs.mkdir()
@@ -87,13 +87,13 @@ class RunFolder:
             CheckpointError: there is no run folder, or another job has it.
         """
         folder = cls(_as_all_find_it(path, world))
-        with world.together("opening the run folder"):
+        with world.raise_on_all_ranks("opening the run folder"):
             folder.check()
         folder._claim(world)
         return folder
 
     def _claim(self, world: World) -> None:
-        with world.together("taking the run folder"):
+        with world.raise_on_all_ranks("taking the run folder"):
             if world.rank == 0:
                 try:
                     self._owner = Owner(self.path, os.environ)
@@ -103,7 +103,7 @@ class RunFolder:
 
     def check_owned(self, world: World) -> None:
         """Raises CheckpointError on all ranks if another job has taken the folder meanwhile. Collective."""
-        with world.together("looking whose the run folder is"):
+        with world.raise_on_all_ranks("looking whose the run folder is"):
             if self._owner is not None:
                 self._owner.check()
 
@@ -148,7 +148,7 @@ class RunFolder:
     def begin(self, world: World) -> None:
         """Adds this start to `env.json` and opens this rank's log. Collective."""
         hosts = world.comm.gather(world.host)
-        with world.together("writing the run folder"):
+        with world.raise_on_all_ranks("writing the run folder"):
             self.logs.mkdir(exist_ok=True)
             self._log_handler = RankLog(self.logs / f"rank_{world.rank:04d}.log")
             job_log.addHandler(self._log_handler)

@@ -120,7 +120,7 @@ class Trace:
         try:
             self._write_file(facts, texts)
             steps = sum(span.kind == "step" for span in spans.found)
-            world.say(f"trace of {steps} steps: {self.path} (open it in ui.perfetto.dev)")
+            world.log_once(f"trace of {steps} steps: {self.path} (open it in ui.perfetto.dev)")
         except OSError as error:  # no run ends for want of a trace
             for _ in texts:  # the others wait to be rid of theirs
                 continue

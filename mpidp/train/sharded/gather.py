@@ -42,7 +42,7 @@ def make_channel(world: World) -> Channel:
         try:
             return Window(world, piece_bytes)
         except OSError as error:  # on all ranks of the node, which are all there are
-            world.say(f"the ranks cannot share memory ({error}): parameters go by messages, which is slower")
+            world.log_once(f"the ranks cannot share memory ({error}): parameters go by messages, which is slower")
     return Messages(world, min(piece_bytes, MAX_PIECE_BYTES // world.size))
 
 

@@ -192,14 +192,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             own.update({key: value for key, value in group.items() if key != "params"})
         self._parameters: list[nn.Parameter] = [p for group in self.param_groups for p in group["params"]]
         self._numels = [parameter.numel() for parameter in self._parameters]
-        with world.together("sharding the optimizer"):
+        with world.raise_on_all_ranks("sharding the optimizer"):
             check_divisible(optimizer)
         check_same(world, [f"copies={copies}", *_describe(optimizer)], "the sharded optimizers")
         whole = [dict(optimizer.state.get(parameter, {})) for parameter in self._parameters]
         self._shard = Shard(optimizer)
         self._former: list[Part] = []
         self._deal()
-        with world.together("sharding the optimizer"):
+        with world.raise_on_all_ranks("sharding the optimizer"):
             self._shard.hold(self._mine, [self._cut(whole, run) for run in self._mine], cast=False)
 
     @property
