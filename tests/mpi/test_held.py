@@ -13,9 +13,8 @@ import mpidp
 from mpidp.errors import DataError
 from mpidp.hdf5.dataset import Field, Rows
 from mpidp.hdf5.files.describe import describe
+from mpidp.hdf5.modes import node as node_mode
 from mpidp.hdf5.modes.node import Contents, NodeMemory, Read
-from mpidp.hdf5.modes.source import node as node_memory
-from mpidp.hdf5.modes.source import node as room
 from mpidp.hdf5.modes.store import SpreadMemory
 from mpidp.hdf5.order.order import Order, PlanRows
 from mpidp.hdf5.order.plan import Piece
@@ -174,7 +173,7 @@ def test_a_chunk_that_cannot_be_decoded(world: mpidp.World, kind: str, threads: 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_too_little_memory(world: mpidp.World, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is needed, what is there, and what to do, on every rank, though one node alone may lack it."""
-    monkeypatch.setattr(room, "available_memory", lambda: 1000 if world.rank == 0 else 2**40)
+    monkeypatch.setattr(node_mode, "available_memory", lambda: 1000 if world.rank == 0 else 2**40)
     contents = Contents((Field("x", (5,), np.dtype("f4")),), np.array([10_000]), True)
     with pytest.raises(DataError) as caught:
         KINDS[kind](contents, reader(contents), world)
@@ -193,7 +192,7 @@ def test_windows_that_cannot_be_had(world: mpidp.World, monkeypatch: pytest.Monk
     def refuse(*_: Any) -> None:
         raise PermissionError(13, "Permission denied", "/proc/1/fd/3")
 
-    monkeypatch.setattr(node_memory, "SharedWindow", refuse)
+    monkeypatch.setattr(node_mode, "SharedWindow", refuse)
     contents = Contents((Field("x", (5,), np.dtype("f4")),), CHUNKS["several"], True)
     with pytest.raises(DataError, match=r'cannot share .*Permission denied.* take mode="store"'):
         NodeMemory(contents, reader(contents), world)

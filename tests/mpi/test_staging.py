@@ -9,9 +9,8 @@ import pytest
 
 import mpidp
 from mpidp.errors import DataError
-from mpidp.hdf5.modes.source import stage as staging
-from mpidp.hdf5.modes.source import stage as verified_copy
-from mpidp.hdf5.modes.stage import Staging
+from mpidp.hdf5.modes import stage as staging
+from mpidp.hdf5.modes.stage import Staging, copy_range
 
 SHARED_MEMORY = Path("/dev/shm")
 SIZES = (10_000, 1, 0, 4_321)
@@ -47,7 +46,7 @@ def test_every_rank_copies_a_part(
 
     def copy(source: str, target: str, start: int, stop: int) -> None:
         ranges.append(stop - start)
-        verified_copy.copy_range(source, target, start, stop)
+        copy_range(source, target, start, stop)
 
     monkeypatch.setattr(staging, "copy_range", copy)
     copies = Staging(sources, world, node)
@@ -87,7 +86,7 @@ def test_an_error_on_one_rank(
     def copy(source: str, target: str, start: int, stop: int) -> None:
         if fails:
             raise DataError(f"{source}: cannot be read")
-        verified_copy.copy_range(source, target, start, stop)
+        copy_range(source, target, start, stop)
 
     monkeypatch.setattr(staging, "RANGE_BYTES", 1000)
     monkeypatch.setattr(staging, "copy_range", copy)
@@ -96,7 +95,7 @@ def test_an_error_on_one_rank(
     world.barrier()
     assert not list(node.iterdir())
     world.barrier()
-    monkeypatch.setattr(staging, "copy_range", verified_copy.copy_range)
+    monkeypatch.setattr(staging, "copy_range", copy_range)
     Staging(sources, world, node).close()
 
 

@@ -16,10 +16,9 @@ import numpy as np
 import pytest
 
 from mpidp.errors import DataError
-from mpidp.hdf5.modes.source import stage as staging
-from mpidp.hdf5.modes.source import stage as verified_copy
-from mpidp.hdf5.modes.source import stage_folder as staged_folder
-from mpidp.hdf5.modes.stage import Staging, choose_folder
+from mpidp.hdf5.modes import stage as staging
+from mpidp.hdf5.modes import stage_folder as staged_folder
+from mpidp.hdf5.modes.stage import Staging, choose_folder, copy_range
 from mpidp.hdf5.modes.stage_folder import staged_root
 from mpidp.world.system import file_system
 
@@ -116,7 +115,7 @@ def test_a_source_that_changes_meanwhile(node: Path, tmp_path: Path, monkeypatch
     source = make(tmp_path / "x.h5", 1000)
 
     def copy(*arguments: object) -> None:
-        verified_copy.copy_range(*arguments)  # type: ignore[arg-type]
+        copy_range(*arguments)  # type: ignore[arg-type]
         make(tmp_path / "x.h5", 1001)
 
     monkeypatch.setattr(staging, "copy_range", copy)
@@ -166,15 +165,15 @@ def test_a_disk_that_forgets(node: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_bytes_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Systems may write less than asked; blocks and ranges end anywhere."""
-    monkeypatch.setattr(verified_copy, "_BLOCK_BYTES", 100)
+    monkeypatch.setattr(staging, "_COPIED_BYTES", 100)
     write = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, data[:7], at))
     source, target = make(tmp_path / "x", 1000), make(tmp_path / "y", 1000, seed=1)
-    verified_copy.copy_range(source, target, 0, 333)
-    verified_copy.copy_range(source, target, 333, 1000)
+    staging.copy_range(source, target, 0, 333)
+    staging.copy_range(source, target, 333, 1000)
     assert Path(source).read_bytes() == Path(target).read_bytes()
     with pytest.raises(DataError, match=r"x: ends at byte 1000, though it had at least 1001"):
-        verified_copy.copy_range(source, target, 990, 1001)
+        staging.copy_range(source, target, 990, 1001)
 
 
 def test_what_cannot_be_copied(node: Path, tmp_path: Path) -> None:
