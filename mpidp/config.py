@@ -170,11 +170,11 @@ class ReduceSection:
     """How gradients are averaged over ranks."""
 
     reducer: Literal["auto", "naive", "flat", "node", "staged", "null"] = "auto"
-    """How buckets are summed over ranks; auto measures once at start and says what it chose and why."""
+    """How buckets are summed over ranks; auto goes by the facts of the world, and says what it chose and why."""
     bucket_bytes: int = 8 * 2**20
     """Size of a gradient bucket in bytes."""
     piece_bytes: int = 0
-    """Largest buffer given to one call of MPI, in bytes; 0 for what auto measures."""
+    """Largest buffer given to one call of MPI, in bytes; 0 for what suits the network."""
     wire: Literal["full", "bf16", "fp16"] = "full"
     """What travels for float32 gradients: all of it, or 16 bits, summed in 32."""
     error_feedback: bool = False

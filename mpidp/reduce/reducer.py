@@ -11,7 +11,7 @@ from mpidp.reduce.buckets import Allocate, Bucket
 from mpidp.reduce.exchange import Residuals
 
 # Across a network. With a library that sends a large buffer in one go, every hop waits for the whole of it; pieces of a
-# mebibyte keep all links busy at once. `auto` measures; this is the value without a measurement.
+# mebibyte keep all links busy at once.
 PIECE_BYTES = 1 << 20
 
 

@@ -13,7 +13,7 @@ import mpidp
 from mpidp.errors import SHARED_MARK, CheckpointError, MpidpError
 from mpidp.printable import listed
 from mpidp.reduce.buckets import Buckets
-from mpidp.reduce.choice import Choice, decide, wants_overlap
+from mpidp.reduce.choice import Choice, Facts, choose, wants_overlap
 from mpidp.reduce.reducer import Reducer, ReducerOptions
 from mpidp.train.batch_norm import Statistics, explain_batch_norm
 from mpidp.train.broadcast import broadcast_module
@@ -81,8 +81,6 @@ log = logging.getLogger("mpidp")
 
 # Several buckets for a model of any size, so that the first leaves early, and each large enough for full bandwidth.
 BUCKET_BYTES = 8 << 20
-# Ten times what a thread switch costs; with a longest pause of a millisecond, large buckets arrive a fifth later.
-PAUSE_S = 1e-4
 
 
 class DataParallel(nn.Module):
@@ -107,11 +105,11 @@ class DataParallel(nn.Module):
     Args:
         module: the model, on `world.device`.
         world: the ranks.
-        reducer: "auto" (measures at start), "naive", "flat", "node", "staged" or "null".
+        reducer: "auto" (by the facts of this world), "naive", "flat", "node", "staged" or "null".
         bucket_bytes: how many bytes of gradients share a buffer.
         wire: "full", or "bf16" or "fp16": float32 gradients travel in 16 bits and are summed in 32.
         error_feedback: with a 16-bit wire, add what rounding lost to the next step's gradient.
-        piece_bytes: the largest buffer given to one call of MPI; 0 leaves it to "auto", or to the kind of network.
+        piece_bytes: the largest buffer given to one call of MPI; 0 leaves it to the kind of network.
         overlap: reduce while backward still runs; None leaves it to the facts.
         check_finite: raise FloatingPointError, on all ranks, naming parameter and rank, when a gradient is infinite or
             NaN before it is summed. Not for use with GradScaler, which expects such gradients and skips the step.
@@ -152,8 +150,7 @@ class DataParallel(nn.Module):
         check_same(world, [told, *module_signature(module)], "the models")
         check_same(world, [f"mpidp {mpidp.__version__}, torch {torch.__version__}"], "the versions")
         broadcast_module(module, world)
-        num_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-        self.choice: Choice = decide(world, reducer, options, num_bytes)
+        self.choice: Choice = choose(reducer, Facts.of(world), options)
         self.overlap = wants_overlap(world, self.choice) if overlap is None else overlap
         if reducer == "auto" and not quiet:
             world.log_once(f"reducer {self.choice}")

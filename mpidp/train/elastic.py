@@ -18,7 +18,6 @@ from mpidp.hdf5.loader import HDF5Loader
 from mpidp.printable import listed
 from mpidp.train import rng
 from mpidp.train.checkpoints.checkpoint import folder_name
-from mpidp.train.remembered_reducer import remember
 from mpidp.train.sharded.optimizer import ShardedOptimizer
 from mpidp.world import communicators
 from mpidp.world.elastic import Loss, Person, Recovery
@@ -208,6 +207,5 @@ class Survivor:
         rng.seed_all(trainer.config.run.seed, world.rank, trainer.step)
         trainer.folder.take_over(world)
         trainer.recorder.rebuild(trainer.step, trainer.folder.metrics)
-        remember(trainer.model, trainer.folder.path)
         if trainer.config.reduce.error_feedback:
             world.log_once("error feedback starts from nothing: its rounding errors belong to another number of ranks")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mpidp.errors import LaunchError, MpidpError
-from mpidp.reduce.choice import Choice, make_reducer
+from mpidp.reduce.choice import Choice
 from mpidp.reduce.exchange import Residuals
 from mpidp.reduce.hooks import BackwardWatch
 from mpidp.reduce.reduction import Reduction
@@ -245,7 +245,7 @@ class GradientSync:
         pause_s = PAUSE_S if self._overlap and self.world.device.type == "cpu" else 0.0
         self.residuals = Residuals()
         options = replace(self._choice.options, pause_s=pause_s, residuals=self.residuals)
-        reducer = make_reducer(self._reducing_world, replace(self._choice, options=options))
+        reducer = replace(self._choice, options=options).make(self._reducing_world)
         self.reduction = Reduction(
             self._reducing_world, trainable, reducer, self._bucket_bytes, self._overlap, self._check_finite
         )

@@ -20,6 +20,7 @@ from mpidp.train.components.components import build_model, build_optimizer, buil
 from mpidp.train.components.data import build_loaders
 from mpidp.train.components.losses import build_loss
 from mpidp.train.components.on_end import build_on_end
+from mpidp.train.data_parallel import DataParallel
 from mpidp.train.elastic import Part, Survivor, Survivors
 from mpidp.train.records.metrics import MetricsFile, Tally
 from mpidp.train.records.progress import Progress
@@ -27,7 +28,6 @@ from mpidp.train.records.recorder import Recorder
 from mpidp.train.records.run_folder import RunFolder
 from mpidp.train.records.trace import Trace
 from mpidp.train.refusal import explain
-from mpidp.train.remembered_reducer import remember, wrap
 from mpidp.train.requeue import choose_resume, for_array_task
 from mpidp.train.resume import make_saver, restore, save
 from mpidp.train.sharded.optimizer import ShardedOptimizer
@@ -90,7 +90,7 @@ class Trainer:
             self.on_end = build_on_end(config)
         if config.train.sync_batch_norm and not sync_layers(SyncBatchNorm.convert(module, world)):
             world.log_once("train.sync_batch_norm is true, but the model has no batch norm layer")
-        self.model = wrap(module, world, config.reduce, config.watch.compare_steps, resume)
+        self.model = _wrap(module, world, config)
         with world.raise_on_all_ranks("building the optimizer"):
             plain = build_optimizer(config.optimizer, self.model)
         self.optimizer = self._shard(plain) if config.optimizer.sharded else plain
@@ -104,7 +104,6 @@ class Trainer:
         self.folder = held or RunFolder.create(config, world)
         world.guard.last_words = partial(describe_newest, self.folder)
         self.saver = make_saver(self, newest)
-        remember(self.model, self.folder.path)
         world.status.step = self.step
         self.first_step, self.saved_step = self.step, self.step if resume else -1
         progress = Progress(world.rank == 0, self.step, self.step + self._steps_left(), config.log.progress_s)
@@ -349,6 +348,24 @@ class Trainer:
         """Optimizer steps from here to the end of the last epoch."""
         epochs_left = self.config.train.epochs - self.loader.epoch
         return self.loader.remaining_steps + (epochs_left - 1) * len(self.loader) if epochs_left > 0 else 0
+
+
+def _wrap(module: torch.nn.Module, world: World, config: RunConfig) -> DataParallel:
+    """The model as the run file wants its gradients reduced. Collective."""
+    section = config.reduce
+    return DataParallel(
+        module,
+        world,
+        reducer=section.reducer,
+        bucket_bytes=section.bucket_bytes,
+        wire=section.wire,
+        error_feedback=section.error_feedback,
+        piece_bytes=section.piece_bytes,
+        overlap={"auto": None, "on": True, "off": False}[section.overlap],
+        check_finite=section.check_finite,
+        compare_steps=config.watch.compare_steps,
+        quiet=True,
+    )
 
 
 def _is_due(every: int, count: int) -> bool:

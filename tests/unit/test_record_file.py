@@ -61,7 +61,7 @@ def test_damage_is_named(tmp_path: Path, text: str) -> None:
         read_json(path, list)
 
 
-@pytest.mark.parametrize("name", ["env.json", "reducer.json", "config.toml"])
+@pytest.mark.parametrize("name", ["env.json", "config.toml"])
 @pytest.mark.parametrize("text", ["", "[{", '{"ranks": 1}', "[]", None])
 def test_a_damaged_record_stops_no_resume(tmp_path: Path, name: str, text: str | None) -> None:
     """Behaviour 54: a run goes on, and ends as it would have."""

@@ -5,39 +5,49 @@ from typing import Any
 import pytest
 
 from mpidp.errors import LaunchError
-from mpidp.reduce.choice import REDUCERS, Candidate, Choice, Facts, Timing, candidates, choose, pick
+from mpidp.reduce.choice import REDUCERS, Choice, Facts, choose
 from mpidp.reduce.reducer import ReducerOptions
 
 WHY = "the reason given"
 
 
-def facts(size: int = 2, device_type: str = "cpu", cuda_aware: bool = False) -> Facts:
-    return Facts(size, 1, size, device_type, cuda_aware, WHY)
+def facts(size: int = 2, device_type: str = "cpu", cuda_aware: bool = False, local: int | None = None) -> Facts:
+    return Facts(size, size if local is None else local, device_type, cuda_aware, WHY)
 
 
-def ask(name: str, *these: Any, **options: Any) -> Choice | None:
+def ask(name: str, *these: Any, **options: Any) -> Choice:
     return choose(name, facts(*these), ReducerOptions(**options))
 
 
 @pytest.mark.parametrize(
-    "size, device_type, cuda_aware, name",
+    "size, device_type, cuda_aware, local, name",
     [
-        (1, "cpu", False, "null"),
-        (1, "cuda", True, "null"),
-        (1, "cuda", False, "null"),
-        (2, "cuda", True, "flat"),
-        (64, "cuda", False, "staged"),
+        (1, "cpu", False, 1, "null"),
+        (1, "cuda", True, 1, "null"),
+        (1, "cuda", False, 1, "null"),
+        (2, "cuda", True, 2, "flat"),
+        (64, "cuda", False, 4, "staged"),
+        (2, "cpu", False, 2, "node"),
+        (64, "cpu", True, 4, "node"),
+        (2, "cpu", False, 1, "flat"),
     ],
 )
-def test_auto_where_the_facts_decide(size: int, device_type: str, cuda_aware: bool, name: str) -> None:
-    choice = ask("auto", size, device_type, cuda_aware)
-    assert choice is not None and choice.name == name
-    assert (WHY in choice.reason) == (size > 1)
+def test_auto_is_a_rule_on_facts(size: int, device_type: str, cuda_aware: bool, local: int, name: str) -> None:
+    choice = ask("auto", size, device_type, cuda_aware, local)
+    assert choice.name == name and choice.options == ReducerOptions()
+    assert (WHY in choice.reason) == (size > 1 and device_type == "cuda")
 
 
-def test_auto_measures_in_host_memory() -> None:
-    assert ask("auto", 2, "cpu", False) is None
-    assert ask("auto", 2, "cpu", True) is None
+@pytest.mark.parametrize("name", ["auto", "node"])
+def test_memory_that_would_not_survive_a_death_is_not_shared(name: str) -> None:
+    choice = ask(name, share_memory=False)
+    assert choice.name == "flat" and "death" in choice.reason
+
+
+def test_error_feedback_is_refused_where_the_device_rounds() -> None:
+    for name in ("auto", "staged"):
+        with pytest.raises(LaunchError, match="error_feedback"):
+            ask(name, 2, "cuda", wire="bf16", error_feedback=True)
 
 
 @pytest.mark.parametrize("name", REDUCERS)
@@ -59,8 +69,7 @@ def test_device_memory_is_not_given_to_an_mpi_that_must_not_get_it(name: str) ->
         ask(name, 2, "cuda", False)
     for part in (repr(name), WHY, "staged"):
         assert part in str(caught.value)
-    choice = ask(name, 2, "cuda", True)
-    assert choice is not None and choice.name == name
+    assert ask(name, 2, "cuda", True).name == name
 
 
 def test_node_is_for_host_memory() -> None:
@@ -70,8 +79,7 @@ def test_node_is_for_host_memory() -> None:
 
 @pytest.mark.parametrize("name", ["staged", "null"])
 def test_reducers_by_way_of_the_host_need_no_awareness(name: str) -> None:
-    choice = ask(name, 2, "cuda", False)
-    assert choice is not None and choice.name == name
+    assert ask(name, 2, "cuda", False).name == name
 
 
 @pytest.mark.parametrize("name", ["", "Flat", "ring", "nccl"])
@@ -89,23 +97,3 @@ def test_unknown_wire_lists_the_known_ones(name: str) -> None:
         ask(name, wire="fp8")
     for part in ("'fp8'", "full", "bf16", "fp16"):
         assert part in str(caught.value)
-
-
-def timing(name: str, seconds: float) -> Timing:
-    return Timing(Candidate(name, ReducerOptions()), seconds)
-
-
-def test_pick_keeps_the_likeliest_unless_another_is_clearly_faster() -> None:
-    """Two runs on equal machines add in the same order, whatever the noise of the measurement."""
-    assert pick([timing("node", 1.2), timing("flat", 1.0)]).name == "node"
-    assert pick([timing("node", 1.6), timing("flat", 1.0)]).name == "flat"
-    assert "flat" in pick([timing("node", 1.0), timing("flat", 3.0)]).reason
-
-
-def test_candidates_vary_pieces_only_across_a_network() -> None:
-    options = ReducerOptions(wire="bf16")
-    assert candidates(1, 4, options) == [Candidate("node", options), Candidate("flat", options)]
-    across = candidates(4, 1, options)
-    assert {c.name for c in across} == {"flat"} and len({c.options.piece_bytes for c in across}) == len(across) > 1
-    assert all(c.options.wire == "bf16" for c in across)
-    assert {c.options.piece_bytes for c in candidates(4, 2, ReducerOptions(piece_bytes=99))} == {99}

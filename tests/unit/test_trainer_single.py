@@ -67,7 +67,7 @@ def test_records_and_folders_are_brought_to_the_disk(run: Run, tmp_path: Path, m
     # Once for each of the two checkpoints; their folder after each of these, and after each record.
     assert [flushed.count(folder / name) for name in ("metrics.jsonl", "config.toml")] == [2, 2]
     assert flushed.count(folder) >= 4
-    assert {folder / "env.json.new", folder / "config.toml.new", folder / "reducer.json.new"} <= set(flushed)
+    assert {folder / "env.json.new", folder / "config.toml.new"} <= set(flushed)
 
 
 def test_a_second_run_repeats_the_first_and_leaves_it_alone(run: Run) -> None:

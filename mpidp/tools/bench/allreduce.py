@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mpidp.errors import LaunchError, MpidpError
 from mpidp.reduce.buckets import Buckets
-from mpidp.reduce.choice import REDUCERS, decide, make_reducer
+from mpidp.reduce.choice import REDUCERS, Facts, choose
 from mpidp.reduce.reducer import Reducer, ReducerOptions
 from mpidp.tools.bench.baselines import gloo_sum
 from mpidp.tools.bench.options import BUFFER_ITEMSIZE, AllreduceOptions
@@ -107,8 +107,8 @@ class _Contest:
 
     def _reducer_side(self, name: str) -> Side:
         variant = parse_variant(name, NAMES)
-        choice = decide(self.world, variant.reducer, ReducerOptions(wire=variant.wire), self.num_bytes)
-        reducer = make_reducer(self.world, choice)
+        choice = choose(variant.reducer, Facts.of(self.world), ReducerOptions(wire=variant.wire))
+        reducer = choice.make(self.world)
         self._reducers.append(reducer)
         parameter = nn.Parameter(torch.zeros_like(self.pattern))
         buckets = Buckets([parameter], self.num_bytes, reducer.allocate)
