@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import tyro
 
 from mpidp import config as settings
-from mpidp import config_checks, toml
+from mpidp import toml
 from mpidp.config import RunConfig
 from mpidp.errors import ConfigError
 
@@ -86,7 +86,7 @@ def _check(options: TrainOptions) -> None:
         raise ConfigError(f"--ranks={options.ranks}; expected a number of ranks, or 0 for those started.")
     if options.ranks and not options.dry_run:
         raise ConfigError("--ranks is for --dry-run; otherwise mpiexec -n or srun -n sets the number of ranks.")
-    config_checks.validate(options.config)
+    settings.validate(options.config)
 
 
 def _take_arguments(words: Sequence[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:

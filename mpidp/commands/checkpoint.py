@@ -21,8 +21,8 @@ def checkpoint(words: list[str]) -> int:
 
 
 def _list(words: list[str]) -> int:
-    from mpidp.tools.checkpoint import options
-    from mpidp.tools.checkpoint.checkpoint import list_checkpoints
+    from mpidp.tools import checkpoint as options
+    from mpidp.tools.checkpoint import list_checkpoints
 
     chosen = parsed(lambda: options.parse(options.ListOptions, words))
     say(list_checkpoints(chosen.place))
@@ -30,8 +30,8 @@ def _list(words: list[str]) -> int:
 
 
 def _verify(words: list[str]) -> int:
-    from mpidp.tools.checkpoint import options
-    from mpidp.tools.checkpoint.checkpoint import verify
+    from mpidp.tools import checkpoint as options
+    from mpidp.tools.checkpoint import verify
 
     chosen = parsed(lambda: options.parse(options.VerifyOptions, words))
     text, is_whole = verify(chosen.place)
@@ -40,8 +40,8 @@ def _verify(words: list[str]) -> int:
 
 
 def _export(words: list[str]) -> int:
-    from mpidp.tools.checkpoint import options
-    from mpidp.tools.checkpoint.export import export
+    from mpidp.tools import checkpoint as options
+    from mpidp.tools.checkpoint import export
 
     chosen = parsed(lambda: options.parse(options.ExportOptions, words))
     say(export(chosen.place, chosen.output, chosen.format, chosen.optimizer))

@@ -9,7 +9,7 @@ from mpidp.printable import listed
 from mpidp.world.launch import launch_facts
 
 if TYPE_CHECKING:
-    from mpidp.tools.data_options import ConvertOptions, MakeOptions, VerifyOptions
+    from mpidp.tools.data.options import ConvertOptions, MakeOptions, VerifyOptions
 
 DataOptions = TypeVar("DataOptions", bound="VerifyOptions | ConvertOptions | MakeOptions")
 
@@ -39,7 +39,7 @@ def _inspect(words: list[str]) -> int:
         return DONE
     if len(words) != 1:
         raise ConfigError(f"mpidp data inspect takes one FILE; found {len(words)} words: {listed(words, ' ')}")
-    from mpidp.tools.inspect.inspect import inspect
+    from mpidp.tools.data.inspect import inspect
 
     text, is_sound = inspect(words[0])
     say(text)
@@ -47,10 +47,10 @@ def _inspect(words: list[str]) -> int:
 
 
 def _verify(words: list[str]) -> int:
-    from mpidp.tools.data_options import VerifyOptions
+    from mpidp.tools.data.options import VerifyOptions
 
     options = _options(VerifyOptions, words)
-    from mpidp.tools.verify.verify import verify_by
+    from mpidp.tools.data.verify import verify_by
 
     text, is_sound = verify_by(options)
     say(text)
@@ -60,29 +60,29 @@ def _verify(words: list[str]) -> int:
 
 
 def _convert(words: list[str]) -> int:
-    from mpidp.tools.data_options import ConvertOptions
+    from mpidp.tools.data.options import ConvertOptions
 
     options = _options(ConvertOptions, words)
     _check_alone("convert")
-    from mpidp.tools.convert.open import convert_by
+    from mpidp.tools.data.convert import convert_by
 
     say(convert_by(options))
     return DONE
 
 
 def _make(words: list[str]) -> int:
-    from mpidp.tools.data_options import MakeOptions
+    from mpidp.tools.data.options import MakeOptions
 
     options = _options(MakeOptions, words)
     _check_alone("make")
-    from mpidp.tools.convert.open import make_by
+    from mpidp.tools.data.convert import make_by
 
     say(make_by(options))
     return DONE
 
 
 def _options(kind: type[DataOptions], words: list[str]) -> DataOptions:
-    from mpidp.tools.data_options import parse
+    from mpidp.tools.data.options import parse
 
     return parsed(lambda: parse(kind, words, console_outputs=speaks()))
 

@@ -15,11 +15,10 @@ folder, a line for each run in runs/."""
 def submit(words: list[str]) -> int:
     """Write a batch script and submit it, or print it."""
     from mpidp import options as train_options
-    from mpidp.tools.submit_options import parse
+    from mpidp.tools.submit import parse
 
     options, job, config = parsed(lambda: parse(words, lambda settings: train_options.parse(settings).config))
-    from mpidp.tools.batch_script import render
-    from mpidp.tools.submit import describe_submitted, submit
+    from mpidp.tools.submit import describe_submitted, render, submit
 
     say(render(job).rstrip("\n") if options.dry_run else describe_submitted(submit(job), job, config))
     return DONE

@@ -7,8 +7,8 @@ import pytest
 
 import mpidp
 from mpidp.hdf5.files.file import open_file
-from mpidp.tools.verify.scan import Scan
-from mpidp.tools.verify.verify import verify_file
+from mpidp.tools.data.scan import Scan
+from mpidp.tools.data.verify import verify_file
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from bad_data import damage, write_bad_values, write_sound
@@ -38,7 +38,7 @@ def test_chunks_are_dealt_to_ranks(world: mpidp.World, mpi_tmp_path: Path, monke
     if world.rank == 0:
         write_sound(path)
     world.barrier()
-    monkeypatch.setattr("mpidp.tools.verify.scan.BLOCK_BYTES", 4000)
+    monkeypatch.setattr("mpidp.tools.data.scan.BLOCK_BYTES", 4000)
     mine: list[tuple[str, int]] = []
     read = Scan.read
 
@@ -64,6 +64,6 @@ def test_a_rank_that_cannot_read_the_file_fails_on_all(
         write_sound(path)
     world.barrier()
     if world.rank == world.size - 1:
-        monkeypatch.setattr("mpidp.tools.verify.verify.open_file", lambda *_, **__: open_file("/gone/in.h5", 0))
+        monkeypatch.setattr("mpidp.tools.data.verify.open_file", lambda *_, **__: open_file("/gone/in.h5", 0))
     with pytest.raises(mpidp.errors.DataError, match=r"/gone/in\.h5: no such file"):
         verify_file(str(path), 20, world)

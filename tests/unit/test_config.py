@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpidp import config, config_checks, toml
+from mpidp import config, toml
 from mpidp.config import DataSection, ModelSection, RunConfig
 from mpidp.errors import ConfigError
 
@@ -85,9 +85,9 @@ def test_what_is_not_a_text_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_defaults_are_valid_once_data_and_model_are_named() -> None:
-    config_checks.validate(VALID)
+    config.validate(VALID)
     with pytest.raises(ConfigError) as caught:
-        config_checks.validate(RunConfig())
+        config.validate(RunConfig())
     assert "data.train" in str(caught.value)
     assert "model.name" in str(caught.value)
 
@@ -141,17 +141,17 @@ def test_defaults_are_valid_once_data_and_model_are_named() -> None:
 def test_a_value_out_of_range_is_refused_by_name(section: str, key: str, value: object) -> None:
     changed = replace(VALID, **{section: replace(getattr(VALID, section), **{key: value})})
     with pytest.raises(ConfigError, match=rf"{section}\.{key}"):
-        config_checks.validate(changed)
+        config.validate(changed)
 
 
 def test_two_sources_of_validation_samples_are_refused() -> None:
     data = DataSection(train=("a",), validation=("b",), validation_fraction=0.1)
     with pytest.raises(ConfigError, match="both set"):
-        config_checks.validate(replace(VALID, data=data))
+        config.validate(replace(VALID, data=data))
 
 
 def test_module_function_names_are_allowed() -> None:
-    config_checks.validate(replace(VALID, model=ModelSection("my.package.nets:Net.make")))
+    config.validate(replace(VALID, model=ModelSection("my.package.nets:Net.make")))
 
 
 def test_every_field_but_tables_and_choices_has_a_check() -> None:
@@ -173,7 +173,7 @@ def test_every_field_but_tables_and_choices_has_a_check() -> None:
     }
     unchecked |= {"reduce.error_feedback", "reduce.check_finite", "checkpoint.background", "checkpoint.on_failure"}
     unchecked |= {"train.sync_batch_norm", "train.fault_tolerance", "optimizer.sharded"}
-    assert set(config_checks._CHECKS) == keys - unchecked
+    assert set(config._CHECKS) == keys - unchecked
 
 
 @given(st.dictionaries(st.text(), values | st.dictionaries(st.text(), values, max_size=3), max_size=5))

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from mpidp.errors import DataError
 from mpidp.hdf5.write import LEVELS, Filters, NewDataset, encode, parse_filters
-from mpidp.tools.convert.hdf5 import HDF5Source
-from mpidp.tools.convert.make import SyntheticSource
-from mpidp.tools.convert.plan import Layout, default_chunk_rows, make_plan
+from mpidp.tools.data.hdf5_source import HDF5Source
+from mpidp.tools.data.make import SyntheticSource
+from mpidp.tools.data.plan import Layout, default_chunk_rows, make_plan
 
 ROWS = 103
 DTYPES = ("?", "i1", "u2", ">i4", "i8", "u8", "f2", "<f4", ">f8", "c8", "S5")

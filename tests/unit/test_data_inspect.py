@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpidp.hdf5.files.contents import list_datasets
-from mpidp.tools.inspect.advice import advice
-from mpidp.tools.inspect.amplification import ReadOrder, StoredField, amplification
+from mpidp.tools.data.inspect import ReadOrder, StoredField, advice, amplification
 
 MIB = 1 << 20
 

@@ -13,7 +13,7 @@ from data_files import run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpidp.tools.verify.scan import Work, describe_work, missing_pieces
+from mpidp.tools.data.scan import Work, describe_work, missing_pieces
 
 
 def report(capsys: pytest.CaptureFixture[str], *words: object, code: int) -> dict[str, Any]:

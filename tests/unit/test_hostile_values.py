@@ -15,8 +15,7 @@ from mpidp import options as train_options
 from mpidp.cli import main
 from mpidp.errors import ConfigError
 from mpidp.printable import listed, shown
-from mpidp.tools.batch_script import render
-from mpidp.tools.submit_options import parse
+from mpidp.tools.submit import parse, render
 
 JOBS = Path(__file__).parents[2] / "jobs"
 NASTY = ["\n", "\r", "\0", "\t", " ", "'", '"', "$", "`", ";", "&", "|", "\\", "#", "-", "..", "/", "%", "é", "\u2028"]

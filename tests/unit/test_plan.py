@@ -18,7 +18,7 @@ from mpidp.cli import main
 from mpidp.config import DataSection, ModelSection, RunConfig
 from mpidp.errors import DataError
 from mpidp.hdf5.files.contents import list_datasets
-from mpidp.tools.inspect.inspect import inspect
+from mpidp.tools.data.inspect import inspect
 from mpidp.tools.plan import MakeOptimizer, plan, state_ratio
 from mpidp.tools.table import size_text, table
 

@@ -12,8 +12,7 @@ from test_submit import FORBID
 
 from mpidp.cli import main
 from mpidp.errors import ConfigError
-from mpidp.tools.run_state import SILENT_S, read_run
-from mpidp.tools.status import duration, slurm_state, status
+from mpidp.tools.status import SILENT_S, duration, read_run, slurm_state, status
 
 
 def make_run(folder: Path, **last_start: object) -> Path:

@@ -11,10 +11,8 @@ from mpidp import options as train_options
 from mpidp.cli import main
 from mpidp.config import RunConfig
 from mpidp.errors import ConfigError
-from mpidp.tools.batch_script import BatchJob, render
-from mpidp.tools.submit import next_folder
-from mpidp.tools.submit_options import SubmitOptions
-from mpidp.tools.submit_options import parse as parse_with
+from mpidp.tools.submit import BatchJob, SubmitOptions, next_folder, render
+from mpidp.tools.submit import parse as parse_with
 
 RECORDED = Path(__file__).parent / "recorded"
 SMALL = BatchJob("digits", ("run.toml",), nodes=1, ranks_per_node=4, time="01:00:00")

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import mpidp
-from mpidp.config import from_dict
-from mpidp.config_checks import validate
+from mpidp.config import from_dict, validate
 from mpidp.errors import ConfigError, MpidpError
 from mpidp.train.sync_batch_norm import sync_layers
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeVar
 import tyro
 
 from mpidp.errors import ConfigError
-from mpidp.tools.names import Names
+from mpidp.tools.data.options import Names
 
 BUFFER_ITEMSIZE = 4  # buffers are float32
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mpidp.errors import CheckpointError, ConfigError
-from mpidp.tools.record_kinds import of_known_kinds
 from mpidp.tools.report.trace import Trace, read_trace
-from mpidp.tools.run_state import SILENT_S, read_starts, silent_s
+from mpidp.tools.status import SILENT_S, of_known_kinds, read_starts, silent_s
 from mpidp.train.checkpoints import manifest as manifests
 from mpidp.train.checkpoints.checkpoint import newest_first
 from mpidp.train.checkpoints.manifest import Manifest

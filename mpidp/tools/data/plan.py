@@ -1,4 +1,4 @@
-"""A source and settings enter; the datasets to write and the tasks that make them leave. Arithmetic only."""
+"""How a conversion is cut into tasks, and the datasets that it writes. Arithmetic only."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import numpy as np
 from mpidp.errors import ConfigError, DataError
 from mpidp.hdf5.order.keyed import Bijection, IntArray
 from mpidp.hdf5.write import MOST_CHUNK_BYTES, Filters, NewDataset
-from mpidp.tools.convert.source import Source, SourceField
+from mpidp.tools.data.source import Source, SourceField
 
 DEFAULT_CHUNK_BYTES = 512 << 10
 # Small files get smaller chunks, down to this: lanes and ranks need some chunks to share.

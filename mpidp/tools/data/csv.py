@@ -1,4 +1,4 @@
-"""A CSV file of numbers enters, a source leaves: x, the columns, and y, the label column.
+"""CSV files as the source of a conversion: x, the columns of numbers, and y, the label column.
 
 The file is read once to learn where its rows begin and which labels there are; 8 bytes a row are kept on disk.
 """
@@ -7,16 +7,58 @@ import array
 import csv
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from mpidp.errors import ConfigError, DataError
 from mpidp.hdf5.order.keyed import IntArray
-from mpidp.tools.convert.csv_options import CsvOptions, choose, is_integer, is_number
-from mpidp.tools.convert.source import Source, SourceField, Values, is_run
+from mpidp.tools.data.source import Source, SourceField, Values, is_run
+
+
+@dataclass(frozen=True)
+class CsvOptions:
+    """How to read a CSV file."""
+
+    label: str | None = None
+    columns: tuple[str, ...] = ()
+    dtype: Literal["float32", "float64"] = "float32"
+    delimiter: str = ","
+    has_header: bool = True
+    empty_as_nan: bool = False
+
+
+def choose(path: str, names: list[str], options: CsvOptions) -> tuple[list[int], int | None]:
+    """Return the columns of x and of the label; raises `ConfigError` for names that are not there."""
+    for name in (*options.columns, *([options.label] if options.label is not None else [])):
+        if name not in names:
+            raise ConfigError(f'{path}: no column "{name}"; its columns are {", ".join(names)}')
+    label = names.index(options.label) if options.label is not None else None
+    chosen = [names.index(name) for name in options.columns] or [n for n in range(len(names)) if n != label]
+    if not chosen:
+        raise ConfigError(f"{path}: no columns are left for x beside the label")
+    return chosen, label
+
+
+def is_number(text: str) -> bool:
+    """Return whether a cell is a number."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def is_integer(text: str) -> bool:
+    """Return whether a cell is a whole number that int64 holds."""
+    try:
+        return -(2**63) <= int(text) < 2**63
+    except ValueError:
+        return False
+
 
 LABELS, CLASSES = "y", "y_classes"
 

@@ -1,4 +1,4 @@
-"""A folder of images, a subfolder for each class, enters; a source leaves: x, the pixels, and y, the class.
+"""A folder of images, with a subfolder for each class, as the source of a conversion: x, the pixels, and y, the class.
 
 Needs Pillow (extra `images`). Headers are read first, so that sizes that do not agree are known at once.
 """
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from mpidp.errors import ConfigError, DataError
 from mpidp.hdf5.order.keyed import IntArray
-from mpidp.tools.convert.source import Source, SourceField, Values
+from mpidp.tools.data.source import Source, SourceField, Values
 
 # Pillow's name of how pixels are kept -> type of a value, values of a pixel.
 MODES = {"L": ("u1", 1), "RGB": ("u1", 3), "RGBA": ("u1", 4), "I;16": ("u2", 1), "F": ("f4", 1)}

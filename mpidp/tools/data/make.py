@@ -1,6 +1,6 @@
-"""Fields, a number of rows, classes and a seed enter; a source of synthetic rows leaves. Behind `mpidp data make`.
+"""Synthetic rows that can be learnt, as the source of a conversion.
 
-A row's values depend on the seed, the field and the row alone, so chunks, workers and resumes cannot change them.
+A row's values depend on the seed, the field and the row alone, so chunks and workers cannot change them.
 Only raw random streams are used, which NumPy keeps the same for ever.
 """
 
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from mpidp.errors import ConfigError
 from mpidp.hdf5.order.keyed import IntArray, check_seed, words
-from mpidp.tools.convert.source import Source, SourceField, Values
+from mpidp.tools.data.source import Source, SourceField, Values
 
 # Purposes of random streams; those of hdf5/order/keyed.py are below 100.
 _LABELS, _MEANS, _NOISE = 101, 102, 103

@@ -1,4 +1,4 @@
-"""The words after `mpidp data verify`, `convert` or `make` enter, an options dataclass leaves. Starts no MPI."""
+"""Command-line options of `mpidp data verify`, `convert` and `make`. Starts no MPI."""
 
 import re
 from collections.abc import Sequence
@@ -8,7 +8,18 @@ from typing import Annotated, Literal, TypeVar
 import tyro
 
 from mpidp.errors import ConfigError
-from mpidp.tools.names import Names
+
+Names = Annotated[
+    tuple[str, ...],
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="NAME,NAME",
+        instance_from_str=lambda words: tuple(words[0].split(",")),
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=lambda names: [",".join(names)],
+    ),
+]
+
 
 Options = TypeVar("Options", bound="VerifyOptions | ConvertOptions | MakeOptions")
 

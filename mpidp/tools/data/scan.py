@@ -1,4 +1,4 @@
-"""A dataset and blocks of it enter; what is wrong with them leaves. One rank's share of `mpidp data verify`.
+"""Reading every chunk of a dataset and looking at its values: one rank's share of `mpidp data verify`.
 
 Every chunk is decoded by HDF5 itself, which checks the checksums of fletcher32 and of the compressors on the way.
 """

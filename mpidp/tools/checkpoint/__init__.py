@@ -1,1 +1,0 @@
-"""Checkpoints in; lists, verdicts and files for other programs out: behind `mpidp checkpoint`."""

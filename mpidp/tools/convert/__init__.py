@@ -1,1 +1,0 @@
-"""Files of many kinds in, HDF5 files that are read fast out: behind `mpidp data convert` and `make`."""
