@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 import mpidp
-from mpidp.train.checkpoints.saver import Saver
+from mpidp.train.checkpoint.saver import Saver
 from mpidp.world.world import World
 
 TENSORS = 24

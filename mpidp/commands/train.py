@@ -64,7 +64,7 @@ def _dry_run(options: "TrainOptions") -> int:
     if not speaks():
         return DONE  # one process answers for all
     from mpidp.tools.plan import plan
-    from mpidp.train.components.components import build_model, build_optimizer
+    from mpidp.train.components import build_model, build_optimizer
 
     model = build_model(options.config)
     make_optimizer = partial(build_optimizer, options.config.optimizer)

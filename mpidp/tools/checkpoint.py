@@ -14,9 +14,9 @@ import tyro
 from mpidp.errors import CheckpointError, ConfigError
 from mpidp.printable import listed
 from mpidp.tools.table import size_text, table
-from mpidp.train.checkpoints import manifest as manifests
-from mpidp.train.checkpoints.checkpoint import STATE, is_checkpoint, newest, newest_first, read, read_shard
-from mpidp.train.checkpoints.publish import ASIDE, LATEST, PARTIAL
+from mpidp.train.checkpoint import manifest as manifests
+from mpidp.train.checkpoint.publish import ASIDE, LATEST, PARTIAL
+from mpidp.train.checkpoint.read import STATE, is_checkpoint, newest, newest_first, read, read_shard
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,7 +16,7 @@ from typing import Any
 
 from mpidp.errors import ConfigError, RecordError
 from mpidp.tools.table import table
-from mpidp.train.checkpoints.checkpoint import newest_first
+from mpidp.train.checkpoint.read import newest_first
 from mpidp.train.records import starts
 
 _LARGEST = 2**63

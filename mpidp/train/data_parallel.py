@@ -16,11 +16,10 @@ from mpidp.reduce.buckets import Buckets
 from mpidp.reduce.choice import Choice, Facts, choose, wants_overlap
 from mpidp.reduce.reducer import Reducer, ReducerOptions
 from mpidp.train.batch_norm import Statistics, explain_batch_norm
-from mpidp.train.broadcast import broadcast_module
 from mpidp.train.gradient_sync import GradientSync
 from mpidp.train.optimizer_steps import WRAP_ANEW
 from mpidp.train.replicas import EVERY_STEPS
-from mpidp.train.signature import check_same, check_supported, module_signature
+from mpidp.train.signature import broadcast_module, check_same, check_supported, module_signature
 from mpidp.world import communicators
 from mpidp.world.status import status
 from mpidp.world.world import World

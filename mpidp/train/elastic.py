@@ -17,7 +17,7 @@ from mpidp.errors import SHARED_MARK, LaunchError
 from mpidp.hdf5.loader import HDF5Loader
 from mpidp.printable import listed
 from mpidp.train import rng
-from mpidp.train.checkpoints.checkpoint import folder_name
+from mpidp.train.checkpoint.read import folder_name
 from mpidp.train.sharded.optimizer import ShardedOptimizer
 from mpidp.world import communicators
 from mpidp.world.elastic import Loss, Person, Recovery

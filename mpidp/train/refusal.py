@@ -21,7 +21,7 @@ from mpidp.world.exit import MEMORY_ADVICE, is_out_of_memory
 from mpidp.world.status import status
 
 # Whose code refuses what it is given, of all that lies below the trainer. The rest of this package raises its own.
-_REFUSES = ("torch", "mpidp.models", "mpidp.train.components")
+_REFUSES = ("torch", "mpidp.models", "mpidp.train.built_in")
 _OF_TORCH = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
 
 

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from mpidp.errors import SHARED_MARK, MismatchError
 from mpidp.printable import listed
-from mpidp.train.broadcast import broadcast_tensor
 from mpidp.train.checksum import Piece, cut, flat, sum_of_bits
-from mpidp.train.signature import check_same
+from mpidp.train.signature import broadcast_tensor, check_same
 from mpidp.world.agreement import DelayedEquality
 from mpidp.world.world import World
 

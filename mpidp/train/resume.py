@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from mpidp.config import RunConfig, to_toml
 from mpidp.errors import CheckpointError
 from mpidp.train import rng
-from mpidp.train.checkpoints import checkpoint
-from mpidp.train.checkpoints.choose import newest_readable
-from mpidp.train.checkpoints.saver import Saver
+from mpidp.train.checkpoint import read as checkpoint
+from mpidp.train.checkpoint.read import newest_readable
+from mpidp.train.checkpoint.saver import Saver
 from mpidp.train.records.run_folder import RunFolder
 from mpidp.train.sharded import keep
 

@@ -1,11 +1,13 @@
-"""A module on each rank in, agreement or an error that names both sides out, before anything is reduced."""
+"""Equal models on all ranks: what they are is compared, and rank 0's values are given to all."""
 
 import hashlib
 from collections.abc import Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from mpidp.errors import MismatchError, MpidpError
+from mpidp.reduce.exchange import pieces
 from mpidp.world.world import World
 
 # By the name of the class: to import them would load what few runs need, and this module is below the wrapper.
@@ -99,3 +101,23 @@ def _difference(what: str, reference: Sequence[str], lines: Sequence[str], world
         f"{what} differ between ranks: rank 0 has {len(reference)} entries, {here} has {len(lines)}; only {longer} "
         f"has: {extra[min(len(reference), len(lines))]}. Build them from the same code on every rank."
     )
+
+
+def broadcast_module(module: nn.Module, world: World) -> None:
+    """Gives parameters and buffers of every rank the values of rank 0, bit for bit, in place. Collective."""
+    with torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            broadcast_tensor(tensor, world)
+
+
+def broadcast_tensor(tensor: Tensor, world: World, root: int = 0) -> None:
+    """The root's bits in a tensor of any dtype and device, in place. Collective.
+
+    It goes through host memory: it happens once, and works with every MPI library.
+    """
+    host = tensor.detach().to("cpu", copy=True).contiguous()
+    flat = host.view(-1).view(torch.uint8) if host.numel() else host.view(torch.uint8)
+    for piece in pieces(flat.numel(), 1):
+        world.comm.Bcast(flat[piece].numpy(), root=root)
+    if world.rank != root:
+        tensor.copy_(host)

@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING
 
 import mpidp
-from mpidp.train.checkpoints.checkpoint import newest_first
+from mpidp.train.checkpoint.read import newest_first
+from mpidp.train.records.recorder import PHASES
 from mpidp.train.records.run_folder import RunFolder
-from mpidp.train.records.stopwatch import PHASES
 
 if TYPE_CHECKING:
     from mpidp.train.trainer import Trainer

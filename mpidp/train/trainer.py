@@ -16,19 +16,22 @@ from mpidp.errors import DataError
 from mpidp.hdf5.batch import Batch
 from mpidp.hdf5.loader import HDF5Loader
 from mpidp.train import rng
-from mpidp.train.components.components import build_model, build_optimizer, build_scheduler
-from mpidp.train.components.data import build_loaders
-from mpidp.train.components.losses import build_loss
-from mpidp.train.components.on_end import build_on_end
+from mpidp.train.components import (
+    build_loaders,
+    build_loss,
+    build_model,
+    build_on_end,
+    build_optimizer,
+    build_scheduler,
+)
 from mpidp.train.data_parallel import DataParallel
 from mpidp.train.elastic import Part, Survivor, Survivors
-from mpidp.train.records.metrics import MetricsFile, Tally
 from mpidp.train.records.progress import Progress
-from mpidp.train.records.recorder import Recorder
+from mpidp.train.records.recorder import MetricsFile, Recorder, Tally
 from mpidp.train.records.run_folder import RunFolder
+from mpidp.train.records.starts import choose_resume, for_array_task
 from mpidp.train.records.trace import Trace
 from mpidp.train.refusal import explain
-from mpidp.train.requeue import choose_resume, for_array_task
 from mpidp.train.resume import make_saver, restore, save
 from mpidp.train.sharded.optimizer import ShardedOptimizer
 from mpidp.train.signature import check_same
@@ -46,7 +49,7 @@ def train(config: RunConfig, resume: Path | None = None) -> str:
     """Runs `mpidp train`: starts MPI if needed, trains, writes the run folder. Collective.
 
     A task of a Slurm array has its number behind the run's name, and a job that Slurm started again continues what it
-    began (`mpidp.train.requeue`).
+    began (`mpidp.train.records.starts`).
 
     Args:
         config: the run.

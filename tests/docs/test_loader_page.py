@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 
 import mpidp
 from mpidp.config import from_dict
-from mpidp.train.components.data import field_specs_of
+from mpidp.train.components import field_specs_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/loader.md"
 ROWS = 600

@@ -29,8 +29,8 @@ from checkpoint_job import check
 
 from jobs import ROOT, Result, finish, kill, launch, run_job
 from mpidp.errors import CheckpointError
-from mpidp.train.checkpoints import checkpoint
-from mpidp.train.checkpoints import manifest as manifests
+from mpidp.train.checkpoint import manifest as manifests
+from mpidp.train.checkpoint import read as checkpoint
 
 JOB = Path(__file__).with_name("checkpoint_job.py")
 NUM_BYTES = 400_000

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from tiny import make_workplace
 
 from jobs import finish, launch, run_job
-from mpidp.train.checkpoints.checkpoint import load, newest
+from mpidp.train.checkpoint.read import load, newest
 
 END_S = 5.0
 TIMEOUT_S = 90.0

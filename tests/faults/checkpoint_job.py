@@ -23,9 +23,10 @@ from typing import Any
 import torch
 
 import mpidp
-from mpidp.train.checkpoints import checkpoint, part
-from mpidp.train.checkpoints.choose import newest_readable
-from mpidp.train.checkpoints.saver import Saver
+from mpidp.train.checkpoint import read as checkpoint
+from mpidp.train.checkpoint import write as part
+from mpidp.train.checkpoint.read import newest_readable
+from mpidp.train.checkpoint.saver import Saver
 from mpidp.world.world import World
 
 EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.listdir", "os.scandir"}

@@ -39,7 +39,7 @@ import signal
 import torch
 
 import mpidp.reduce.simple
-import mpidp.train.checkpoints.saver
+import mpidp.train.checkpoint.saver
 import mpidp.train.sharded.gather
 import mpidp.train.sharded.optimizer
 import mpidp.train.sharded.optimizer
@@ -84,7 +84,7 @@ def dies_at(point, holder, name, afterwards=False):
 
 dies_at("reduce", mpidp.reduce.simple.FlatReducer, "mean")
 dies_at("agree", mpidp.train.elastic.Survivors, "agree")
-dies_at("checkpoint", mpidp.train.checkpoints.saver, "write_parts")
+dies_at("checkpoint", mpidp.train.checkpoint.saver, "write_parts")
 dies_at("shrink", mpidp.world.elastic.Recovery, "shrink")
 dies_at("rebuild", mpidp.world.elastic.Recovery, "_rebuild")
 dies_at("gather", mpidp.train.sharded.gather.Messages, "exchange")

@@ -18,7 +18,7 @@ from test_resume import train_and_kill
 from tiny import make_workplace
 
 from jobs import ROOT, Result, run_job
-from mpidp.train.checkpoints.checkpoint import load, newest, newest_first
+from mpidp.train.checkpoint.read import load, newest, newest_first
 
 pytestmark = pytest.mark.timeout(300)  # several jobs a test, each with a limit of its own
 TIMEOUT_S = 60.0

@@ -14,14 +14,14 @@ from tiny import make_workplace
 from jobs import ROOT, run_job
 
 # The command line prints; the library does not. (Those with a main of their own are run as children, and asked.)
-PRINTING = ("cli.py", "commands/", "tools/", "train/records/progress.py", "train/components/on_end.py")
+PRINTING = ("cli.py", "commands/", "tools/", "train/records/progress.py", "train/built_in.py")
 CHILDREN = ("world/library.py", "world/device.py", "hdf5/files/library.py")
 
 LOOP = """
 import logging, sys
 import torch
 import mpidp
-from mpidp.train.checkpoints.saver import Saver
+from mpidp.train.checkpoint.saver import Saver
 {before}
 world = mpidp.init()
 assert mpidp.init() is world

@@ -15,7 +15,7 @@ import pytest
 from tiny import make_workplace
 
 from jobs import Result, finish, launch, run_job
-from mpidp.train.checkpoints.checkpoint import load, newest
+from mpidp.train.checkpoint.read import load, newest
 
 pytestmark = pytest.mark.timeout(300)  # several jobs a test, each with a limit of its own
 TIMEOUT_S = 60.0

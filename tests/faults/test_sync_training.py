@@ -15,7 +15,7 @@ from shrink_job import has_ulfm, make_place, trained_once
 from shrink_job import train as shrink_train
 
 from jobs import Result, run_job
-from mpidp.train.checkpoints.checkpoint import load, newest
+from mpidp.train.checkpoint.read import load, newest
 
 pytestmark = pytest.mark.timeout(200)  # several jobs a test, each with a limit of its own
 HOST = socket.gethostname()

@@ -8,7 +8,7 @@ from test_resume import POLL_S, TIMEOUT_S, records, train
 from tiny import make_workplace
 
 from jobs import finish, kill, launch, run_job
-from mpidp.train.checkpoints.checkpoint import newest_first
+from mpidp.train.checkpoint.read import newest_first
 
 pytestmark = pytest.mark.timeout(300)  # several jobs a test, each with a limit of its own
 WORDS = ["--checkpoint.every_steps=4", "--checkpoint.background=False"]

@@ -12,10 +12,9 @@ import torch
 
 import mpidp
 from mpidp.errors import CheckpointError
-from mpidp.train.checkpoints import part as module
-from mpidp.train.checkpoints.checkpoint import load, newest, part_name, read
-from mpidp.train.checkpoints.choose import newest_readable
-from mpidp.train.checkpoints.saver import Saver
+from mpidp.train.checkpoint import write as module
+from mpidp.train.checkpoint.read import load, newest, newest_readable, part_name, read
+from mpidp.train.checkpoint.saver import Saver
 
 pytestmark = pytest.mark.mpi
 

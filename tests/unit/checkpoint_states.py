@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from mpidp.train.checkpoints.checkpoint import STATE, folder_name, load, part_name, read
-from mpidp.train.checkpoints.manifest import ALGORITHM, Manifest
-from mpidp.train.checkpoints.part import write_parts
-from mpidp.train.checkpoints.publish import PARTIAL, publish, tidy
+from mpidp.train.checkpoint.manifest import ALGORITHM, Manifest
+from mpidp.train.checkpoint.publish import PARTIAL, publish, tidy
+from mpidp.train.checkpoint.read import STATE, folder_name, load, part_name, read
+from mpidp.train.checkpoint.write import write_parts
 
 
 def state_of(step: int) -> dict[str, Any]:

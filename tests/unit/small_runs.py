@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mpidp.config import RunConfig, from_dict
-from mpidp.train.checkpoints.checkpoint import load, newest
+from mpidp.train.checkpoint.read import load, newest
 from mpidp.train.trainer import train
 
 ROWS, CLASSES = 53, 3

@@ -15,9 +15,9 @@ import torch
 from checkpoint_states import check_state, names, save, state_of
 
 from mpidp.errors import CheckpointError
-from mpidp.train.checkpoints import manifest as manifests
-from mpidp.train.checkpoints.checkpoint import check_model, find_fault, load, newest
-from mpidp.train.checkpoints.manifest import File, Manifest
+from mpidp.train.checkpoint import manifest as manifests
+from mpidp.train.checkpoint.manifest import File, Manifest
+from mpidp.train.checkpoint.read import check_model, find_fault, load, newest
 from mpidp.world.system import Process
 
 Damage = Callable[[Path], None]

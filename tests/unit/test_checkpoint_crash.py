@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoint_states import check_state, names, save, state_of
 
-from mpidp.train.checkpoints.checkpoint import newest
+from mpidp.train.checkpoint.read import newest
 
 
 class Crash(BaseException):

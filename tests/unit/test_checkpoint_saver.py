@@ -14,10 +14,10 @@ from checkpoint_states import names
 
 import mpidp
 from mpidp.errors import CheckpointError
-from mpidp.train.checkpoints import part as module
-from mpidp.train.checkpoints.checkpoint import load, newest
-from mpidp.train.checkpoints.saver import Saver
-from mpidp.train.disk import as_checkpoint_error
+from mpidp.train.checkpoint import write as module
+from mpidp.train.checkpoint.disk import as_checkpoint_error
+from mpidp.train.checkpoint.read import load, newest
+from mpidp.train.checkpoint.saver import Saver
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from collections import OrderedDict
 
 import torch
 
-from mpidp.train.checkpoints.snapshot import Snapshot
+from mpidp.train.checkpoint.write import Snapshot
 
 
 def test_a_copy_is_equal_and_does_not_change_with_the_original() -> None:

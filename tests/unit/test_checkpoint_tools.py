@@ -11,7 +11,7 @@ from checkpoint_states import save
 from small_runs import small_net, small_run
 
 from mpidp.cli import main
-from mpidp.train.checkpoints.checkpoint import load, newest
+from mpidp.train.checkpoint.read import load, newest
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mpidp.train.records.metrics import whole_lines
+from mpidp.train.records.recorder import whole_lines
 from mpidp.world import communicators
 from mpidp.world.mpi import MPI
 

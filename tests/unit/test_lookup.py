@@ -14,8 +14,7 @@ from torch import nn
 
 from mpidp.config import OptimizerSection
 from mpidp.errors import ConfigError
-from mpidp.train.components.components import build_optimizer
-from mpidp.train.components.lookup import call, find
+from mpidp.train.components import build_optimizer, call, find
 
 BUILT_IN = {"mlp": "mpidp.models.mlp:mlp", "cnn": "mpidp.models.cnn:cnn"}
 
@@ -156,7 +155,7 @@ def looked_up(folder: Path, name: str, *options: str, **environment: str) -> sub
     script = folder / "bin" / "script.py"
     script.parent.mkdir(exist_ok=True)
     script.write_text(
-        "import sys; from mpidp.train.components.lookup import find; from mpidp.models import BUILT_IN;"
+        "import sys; from mpidp.train.components import find; from mpidp.models import BUILT_IN;"
         "print(find('model.name', sys.argv[1], BUILT_IN).__name__)"
     )
     words = [sys.executable, *options, str(script), name]

@@ -6,7 +6,8 @@ import torch.nn.functional as F  # noqa: N812
 
 from mpidp.config import LossSection
 from mpidp.errors import ConfigError, DataError
-from mpidp.train.components.losses import BUILT_IN, build_loss, count_right, cross_entropy
+from mpidp.train.built_in import LOSSES, count_right, cross_entropy
+from mpidp.train.components import build_loss
 
 GENERATOR = torch.Generator().manual_seed(0)
 SCORES = torch.randn(6, 5, generator=GENERATOR)
@@ -76,7 +77,7 @@ def test_arguments_reach_the_loss() -> None:
     assert torch.equal(loss(SCORES, LABELS), F.cross_entropy(SCORES, LABELS, label_smoothing=0.1))
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", LOSSES)
 def test_every_built_in_gives_one_number(name: str) -> None:
     loss = build_loss(LossSection(name=name))
     labelled = name in ("cross_entropy", "nll_loss")
@@ -89,7 +90,7 @@ def test_a_users_own_loss() -> None:
     assert torch.equal(loss(SCORES, SCORES + 1), torch.tensor(0.375))
 
 
-ELEMENTWISE = [name for name in BUILT_IN if name not in ("cross_entropy", "nll_loss")]
+ELEMENTWISE = [name for name in LOSSES if name not in ("cross_entropy", "nll_loss")]
 
 
 @pytest.mark.parametrize("name", [*ELEMENTWISE, "torch.nn.functional:mse_loss"])

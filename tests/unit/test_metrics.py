@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import mpidp
-from mpidp.train.records.metrics import MetricsFile, Tally, memory_bytes
+from mpidp.train.records.recorder import MetricsFile, Tally, memory_bytes
 from mpidp.train.records.run_folder import RankLog
 
 CPU = torch.device("cpu")

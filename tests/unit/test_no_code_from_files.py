@@ -12,8 +12,8 @@ from checkpoint_states import save, state_of
 
 import mpidp
 from mpidp.errors import CheckpointError
-from mpidp.train.checkpoints import manifest as manifests
-from mpidp.train.checkpoints.checkpoint import load
+from mpidp.train.checkpoint import manifest as manifests
+from mpidp.train.checkpoint.read import load
 
 PACKAGE = Path(mpidp.__file__).parent
 # The copy of an exception that this very process has pickled.

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mpidp.config import RunConfig, RunSection
-from mpidp.train.requeue import choose_resume, for_array_task, run_folders
+from mpidp.train.records.starts import choose_resume, for_array_task, run_folders
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from mpidp.config import DataSection, ModelSection, RunConfig, RunSection, load
 from mpidp.errors import CheckpointError, MpidpError
 from mpidp.tools.submit import next_folder
 from mpidp.train.records.run_folder import RunFolder, _make_new
-from mpidp.train.requeue import AUTO, choose_resume
+from mpidp.train.records.starts import AUTO, choose_resume
 
 
 @pytest.fixture(scope="module")

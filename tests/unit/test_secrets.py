@@ -9,7 +9,7 @@ import pytest
 import mpidp
 from mpidp.config import DataSection, RunConfig, RunSection
 from mpidp.train.records.run_folder import RunFolder
-from mpidp.train.records.secrets import without_secrets
+from mpidp.train.records.starts import without_secrets
 
 
 @pytest.mark.parametrize(

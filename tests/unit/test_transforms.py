@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from mpidp.errors import DataError
-from mpidp.train.components.lookup import find
-from mpidp.train.components.transforms import BUILT_IN, image, next_token
+from mpidp.train.built_in import TRANSFORMS, image, next_token
+from mpidp.train.components import find
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5])
@@ -49,6 +49,6 @@ def test_next_token_wants_one_field() -> None:
         next_token({"x": torch.zeros(1, 2), "y": torch.zeros(1)})
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", TRANSFORMS)
 def test_names_are_found(name: str) -> None:
-    assert callable(find("data.transform", name, BUILT_IN))
+    assert callable(find("data.transform", name, TRANSFORMS))

@@ -22,8 +22,8 @@ from torch.nn import functional
 from mpidp.errors import MpidpError
 from mpidp.models.mlp import mlp
 from mpidp.tools.bench.timing import Side, measure
-from mpidp.train.checkpoints.checkpoint import load
-from mpidp.train.checkpoints.saver import Saver
+from mpidp.train.checkpoint.read import load
+from mpidp.train.checkpoint.saver import Saver
 from mpidp.train.data_parallel import DataParallel
 from mpidp.world.mpi import MPI
 from mpidp.world.start import init

@@ -12,9 +12,9 @@ from typing import Any
 from mpidp.errors import CheckpointError, ConfigError
 from mpidp.tools.report.trace import Trace, read_trace
 from mpidp.tools.status import SILENT_S, of_known_kinds, read_starts, silent_s
-from mpidp.train.checkpoints import manifest as manifests
-from mpidp.train.checkpoints.checkpoint import newest_first
-from mpidp.train.checkpoints.manifest import Manifest
+from mpidp.train.checkpoint import manifest as manifests
+from mpidp.train.checkpoint.manifest import Manifest
+from mpidp.train.checkpoint.read import newest_first
 
 Record = dict[str, Any]
 

@@ -16,10 +16,10 @@ import torch
 import mpidp
 from mpidp.config import RunConfig, to_toml
 from mpidp.errors import CheckpointError, ConfigError
-from mpidp.train.disk import as_checkpoint_error
+from mpidp.train.checkpoint.disk import as_checkpoint_error
 from mpidp.train.records import starts
 from mpidp.train.records.owner import Owner
-from mpidp.train.records.secrets import without_secrets
+from mpidp.train.records.starts import without_secrets
 from mpidp.world.launch import launch_facts
 from mpidp.world.mpi import MPI
 from mpidp.world.record_file import flush_folder, write_text

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from mpidp.errors import SHARED_MARK, CheckpointError
-from mpidp.train.checkpoints import manifest as manifests
-from mpidp.train.checkpoints.checkpoint import STATE, folder_name, part_name
-from mpidp.train.checkpoints.manifest import File, Manifest
-from mpidp.train.checkpoints.part import write_parts
-from mpidp.train.checkpoints.publish import OWNED_BY, PARTIAL, complete, discard
-from mpidp.train.checkpoints.snapshot import Snapshot
-from mpidp.train.disk import as_checkpoint_error
+from mpidp.train.checkpoint import manifest as manifests
+from mpidp.train.checkpoint.disk import as_checkpoint_error
+from mpidp.train.checkpoint.manifest import File, Manifest
+from mpidp.train.checkpoint.publish import OWNED_BY, PARTIAL, complete, discard
+from mpidp.train.checkpoint.read import STATE, folder_name, part_name
+from mpidp.train.checkpoint.write import Snapshot, write_parts
 from mpidp.world import communicators
 from mpidp.world.agreement import DelayedMaximum
 from mpidp.world.collectives import reduced, share_error

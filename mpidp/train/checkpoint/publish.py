@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpidp.errors import CheckpointError
-from mpidp.train.checkpoints import manifest as manifests
-from mpidp.train.checkpoints.checkpoint import by_step, newest_first
-from mpidp.train.checkpoints.manifest import File, Manifest
-from mpidp.train.disk import as_checkpoint_error
+from mpidp.train.checkpoint import manifest as manifests
+from mpidp.train.checkpoint.disk import as_checkpoint_error
+from mpidp.train.checkpoint.manifest import File, Manifest
+from mpidp.train.checkpoint.read import by_step, newest_first
 from mpidp.world.record_file import flush_file, flush_folder, write_text
 from mpidp.world.status import status
 from mpidp.world.system import SILENT_S, Process
