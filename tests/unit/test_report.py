@@ -473,7 +473,7 @@ def test_values_of_other_kinds_are_left_out_or_refused(run: Path, choice: int, n
     file.write_text("".join(f"{json.dumps(record)}\n" for record in changed) if is_lines else json.dumps(changed))
     with pytest.MonkeyPatch.context() as patch:
         for drawn in ("draw_panel", "draw_phases", "to_svg"):
-            patch.setattr(f"mpidp.tools.report.figures.{drawn}", lambda *_: "")
+            patch.setattr(f"mpidp.tools.report.page.{drawn}", lambda *_: "")
         for ask in (lambda: report([run], None), lambda: status(run)):
             with contextlib.suppress(ConfigError):
                 ask()

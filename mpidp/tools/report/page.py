@@ -6,9 +6,10 @@ from html import escape
 from string import Template
 
 import mpidp
-from mpidp.tools.report import figures, tables
+from mpidp.tools.report import tables
 from mpidp.tools.report.curves import Panel, events, gaps, panels
 from mpidp.tools.report.facts import Table, differences, facts, starts
+from mpidp.tools.report.figures import draw_panel, draw_phases, style, to_svg
 from mpidp.tools.report.phases import Phases, phases_of
 from mpidp.tools.report.run import Run
 
@@ -110,9 +111,9 @@ def _curves(runs: Sequence[Run], drawn: Sequence[Panel]) -> str:
     labels, happened = [run.label for run in runs], [events(run) for run in runs]
     made = []
     for number, panel in enumerate(drawn):
-        with figures.style():
-            figure = figures.draw_panel(panel, labels, happened)
-            svg = figures.to_svg(figure, f"panel{number}", f"{panel.title} over optimizer steps", _said(panel, runs))
+        with style():
+            figure = draw_panel(panel, labels, happened)
+            svg = to_svg(figure, f"panel{number}", f"{panel.title} over optimizer steps", _said(panel, runs))
         made.append(f"<figure>\n<figcaption>{escape(panel.title)}</figcaption>\n{svg}\n</figure>")
     return '<div class="figures">\n' + "\n".join(made) + "\n</div>"
 
@@ -128,8 +129,8 @@ def _phases(number: int, run: Run, found: Phases, several: bool) -> str:
     slower = "slower column is" if found.cut == 1 else "slower columns are"
     cut = f" <span>{found.cut:,} {slower} cut off at the top.</span>" if found.cut else ""
     said = "; ".join(f"{row[0]} {row[3]} %" for row in tables.phases([(run, found)]).rows[:-1])
-    with figures.style():
-        svg = figures.to_svg(figures.draw_phases(found, events(run)), f"phases{number}", title, said)
+    with style():
+        svg = to_svg(draw_phases(found, events(run)), f"phases{number}", title, said)
     return f"<figure>\n<figcaption>{escape(title)}.{cut}</figcaption>\n{svg}\n</figure>"
 
 
