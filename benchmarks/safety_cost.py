@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import mpidp
-from mpidp.tools.bench.workloads import MODELS, Workload, make_workload
+from mpidp.tools.bench.step import MODELS, Workload, make_workload
 from mpidp.train.data_parallel import DataParallel
 from mpidp.train.stop import StopSignal
 from mpidp.world.world import World

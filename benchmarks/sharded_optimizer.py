@@ -17,7 +17,7 @@ import torch
 
 import mpidp
 from mpidp.reduce.exchange import MAX_PIECE_BYTES
-from mpidp.tools.bench.workloads import MODELS, make_workload
+from mpidp.tools.bench.step import MODELS, make_workload
 from mpidp.train.data_parallel import DataParallel
 from mpidp.train.sharded import optimizer as sharding
 from mpidp.train.sharded.gather import TOTAL_BYTES, Channel, Messages

@@ -111,7 +111,7 @@ def _with_home(word: str) -> str:
 
 
 def _doctor(words: list[str]) -> int:
-    from mpidp.tools.doctor.doctor_options import parse
+    from mpidp.tools.doctor.doctor import parse
 
     options = parsed(lambda: parse(words))
     from mpidp.tools.doctor.doctor import doctor

@@ -41,7 +41,7 @@ def report(words: list[str]) -> int:
     """Write a page about runs."""
     if not speaks():
         return DONE  # one process answers for all
-    from mpidp.tools.report.options import parse
+    from mpidp.tools.report.report import parse
 
     options = parsed(lambda: parse(words))
     from mpidp.tools.report.report import report

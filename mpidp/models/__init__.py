@@ -1,4 +1,4 @@
-"""A model's name comes in, the place of the function that makes it goes out: the table of built-in models.
+"""The table of built-in models.
 
 Each model is one file that uses torch and nothing of mpidp, so that it doubles as an example of a plain PyTorch
 model. The table holds names instead of functions: looking one up (for `--help`, say) imports no torch.

@@ -1,4 +1,4 @@
-"""Images (batch, channels, height, width) come in, class scores (batch, classes) go out: a small convolutional net."""
+"""A small convolutional net for images."""
 
 from torch import nn
 

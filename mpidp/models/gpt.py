@@ -1,4 +1,4 @@
-"""Tokens (batch, time) come in, scores of the next token (batch, time, vocabulary) go out: a small GPT.
+"""A small GPT: a transformer that predicts the next token.
 
 The architecture is the pre-norm transformer decoder of GPT-2 (Radford et al. 2019): learned positions, causal
 self-attention, GELU, output weights tied to the embedding (Press and Wolf 2017), and residual branches whose

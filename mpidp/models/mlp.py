@@ -1,4 +1,4 @@
-"""A batch of any shape comes in, class scores go out: a multilayer perceptron."""
+"""A multilayer perceptron."""
 
 from __future__ import annotations
 

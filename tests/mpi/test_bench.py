@@ -8,8 +8,8 @@ from mpidp.reduce.buckets import Bucket
 from mpidp.reduce.simple import FlatReducer
 from mpidp.tools.bench import allreduce as bench_allreduce
 from mpidp.tools.bench import step as bench_step
-from mpidp.tools.bench import workloads
-from mpidp.tools.bench.baselines import gloo
+from mpidp.tools.bench import step as workloads
+from mpidp.tools.bench.allreduce import gloo
 from mpidp.tools.bench.options import AllreduceOptions, StepOptions
 from mpidp.world.world import World
 

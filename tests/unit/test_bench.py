@@ -14,9 +14,10 @@ from mpidp.errors import ConfigError, LaunchError, MpidpError
 from mpidp.models.gpt import gpt
 from mpidp.reduce.buckets import Bucket
 from mpidp.reduce.simple import FlatReducer
+from mpidp.tools.bench import allreduce as baselines
 from mpidp.tools.bench import allreduce as bench_allreduce
-from mpidp.tools.bench import baselines, workloads
 from mpidp.tools.bench import step as bench_step
+from mpidp.tools.bench import step as workloads
 from mpidp.tools.bench.options import AllreduceOptions, StepOptions, parse
 from mpidp.tools.bench.timing import Side, Times, measure
 from mpidp.world.start import init

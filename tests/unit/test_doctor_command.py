@@ -12,7 +12,7 @@ import h5py
 import pytest
 
 from mpidp.cli import main
-from mpidp.tools.doctor.doctor_options import parse
+from mpidp.tools.doctor.doctor import parse
 
 ROOT = Path(__file__).parents[2]
 FINDING = {"level": str, "code": str, "text": str, "fix": str, "where": str}

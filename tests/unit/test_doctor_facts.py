@@ -14,14 +14,19 @@ from types import SimpleNamespace
 import h5py
 import pytest
 
-from mpidp.tools.doctor.child import Child
 from mpidp.tools.doctor.facts import Gpu
-from mpidp.tools.doctor.facts_environment import chosen
-from mpidp.tools.doctor.facts_file import data_file
-from mpidp.tools.doctor.facts_gpu import links, seen_by
-from mpidp.tools.doctor.facts_node import container, cores, cross_memory_error, memory, quota, site_libraries
-from mpidp.tools.doctor.facts_versions import _assigned, torch_built_for, versions
-from mpidp.tools.doctor.gather import gather
+from mpidp.tools.doctor.gather import Child, _assigned, chosen, gather, torch_built_for, versions
+from mpidp.tools.doctor.machine import (
+    container,
+    cores,
+    cross_memory_error,
+    data_file,
+    links,
+    memory,
+    quota,
+    seen_by,
+    site_libraries,
+)
 
 DRIVER = r"""
 #include <string.h>

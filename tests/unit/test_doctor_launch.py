@@ -7,10 +7,8 @@ from dataclasses import replace
 import pytest
 from doctor_facts import MPICH, OPEN_MPI, PACKAGES, SYSTEM, bad, library, only, rank_facts
 
-from mpidp.tools.doctor.check_launch import check_before_start, check_launch
-from mpidp.tools.doctor.check_mpi import check_mpi
-from mpidp.tools.doctor.check_node import check_node
-from mpidp.tools.doctor.check_versions import check_versions
+from mpidp.tools.doctor.check_machine import check_node
+from mpidp.tools.doctor.check_mpi import check_before_start, check_launch, check_mpi, check_versions
 from mpidp.tools.doctor.facts import Gpu, Gpus, Versions
 from mpidp.tools.doctor.finding import Level
 from mpidp.world.launch import cannot_start, launch_facts

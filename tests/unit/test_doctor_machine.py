@@ -10,16 +10,20 @@ from doctor_facts import GIB, HDF5, PACKAGES, SYSTEM, bad, only, rank_facts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpidp.tools.doctor.check_cores import check_cores, check_sharing, ranges
-from mpidp.tools.doctor.check_data import check_data
-from mpidp.tools.doctor.check_gpu import check_gpus, check_shared
-from mpidp.tools.doctor.check_job import check_clocks, check_same
-from mpidp.tools.doctor.check_memory import check_memory
-from mpidp.tools.doctor.check_probe import check_measured
-from mpidp.tools.doctor.check_versions import check_versions
+from mpidp.tools.doctor.check_machine import (
+    check_cores,
+    check_data,
+    check_gpus,
+    check_memory,
+    check_shared,
+    check_sharing,
+    ranges,
+)
+from mpidp.tools.doctor.check_mpi import check_versions
+from mpidp.tools.doctor.checks import check_clocks, check_measured, check_same
 from mpidp.tools.doctor.facts import Cores, DataFile, Gpu, Gpus, Memory, RankFacts, Versions
-from mpidp.tools.doctor.facts_gpu import parse_cores
 from mpidp.tools.doctor.finding import Level
+from mpidp.tools.doctor.machine import parse_cores
 from mpidp.world.system import Pinned, crowded, too_few_cores
 
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}

@@ -24,13 +24,10 @@ from small_runs import records, small_run
 
 from mpidp.cli import main
 from mpidp.errors import ConfigError
-from mpidp.tools.report.curves import events, gaps, panels
-from mpidp.tools.report.facts import facts
-from mpidp.tools.report.phases import _columns, phases_of
+from mpidp.tools.report.curves import _columns, events, gaps, panels, phases_of
 from mpidp.tools.report.report import labels, report
-from mpidp.tools.report.run import read
-from mpidp.tools.report.tables import numbers
-from mpidp.tools.report.trace import _covered_us, read_trace
+from mpidp.tools.report.run import _covered_us, read, read_trace
+from mpidp.tools.report.tables import facts, numbers
 from mpidp.tools.status import status
 
 SVG = "{http://www.w3.org/2000/svg}"

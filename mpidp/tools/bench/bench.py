@@ -1,14 +1,13 @@
-"""Options enter, a measured report leaves as text. Behind `mpidp bench`; collective."""
+"""The measurements behind `mpidp bench allreduce` and `mpidp bench step`. Collective."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
 
 from mpidp.tools.bench import allreduce as bench_allreduce
 from mpidp.tools.bench import step as bench_step
-from mpidp.tools.bench.baselines import gloo
-from mpidp.tools.bench.options import AllreduceOptions, StepOptions
-from mpidp.tools.bench.report import make_report
-from mpidp.tools.bench.variant import parse_variant
+from mpidp.tools.bench.allreduce import gloo
+from mpidp.tools.bench.options import AllreduceOptions, StepOptions, parse_variant
+from mpidp.tools.bench.timing import make_report
 from mpidp.world.start import init
 
 Columns = Mapping[str, tuple[str, float]]

@@ -1,4 +1,4 @@
-"""Enters: an HDF5 file. Leaves: how fast mpidp's loader reads it, beside other loaders and what the machine allows.
+"""`mpidp bench loader`: how fast mpidp's loader reads a file, beside other loaders and what the machine allows.
 
 Every side reads the same number of rows, checks what it read once, and takes turns with the others. Times are
 of one process; what workers burn counts in the processor time.
@@ -10,6 +10,7 @@ import os
 import resource
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -22,15 +23,15 @@ import numpy as np
 import torch
 
 from mpidp.errors import MpidpError
-from mpidp.hdf5.dataset import DataSet
+from mpidp.hdf5.dataset import DataSet, Storage
+from mpidp.hdf5.decode import RawFiles
 from mpidp.hdf5.files.describe import absolute_paths, describe
-from mpidp.hdf5.filters import inflater
+from mpidp.hdf5.filters import Bytes, Scratch, inflater, undo
 from mpidp.hdf5.loader import HDF5Loader
 from mpidp.hdf5.memory_budget import chunks_in_a_batch
 from mpidp.hdf5.order.order import Shuffle
 from mpidp.hdf5.read import decoding
 from mpidp.tools.bench.loader_baselines import data_loader, one_row, whole_chunks
-from mpidp.tools.bench.loader_ceiling import Ceiling
 from mpidp.tools.bench.options import LoaderOptions
 from mpidp.tools.table import table
 
@@ -281,3 +282,66 @@ def _text(facts: dict[str, Any], rows: Sequence[Row]) -> str:
         f"{facts['decoding']}"
     )
     return f"{heading}\n{table(header, cells)}"
+
+
+class Ceiling:
+    """The chunks of the field with most bytes a row, of the first file, up to about `most_rows` rows."""
+
+    def __init__(self, dataset: DataSet, most_rows: int) -> None:
+        number = int(np.argmax([field.row_bytes for field in dataset.fields]))
+        storage = dataset.files[0].storages[number]
+        self.storage: Storage | None = storage if storage is not None and storage.chunked else None
+        self.num_rows = 0
+        if self.storage is None:
+            return
+        blocks = min(len(self.storage.offsets), -(-most_rows // self.storage.block_rows))
+        self._offsets = self.storage.offsets[:blocks].ravel()
+        self._sizes = self.storage.sizes[:blocks].ravel()
+        self.num_rows = min(blocks * self.storage.block_rows, self.storage.num_rows)
+        self._files = RawFiles()
+        self._raw = [self._read(*place) for place in zip(self._offsets.tolist(), self._sizes.tolist(), strict=True)]
+
+    def read(self, threads: int) -> None:
+        """Read all chunks from the file."""
+        room = [np.empty(int(self._sizes.max()), np.uint8) for _ in range(threads)]
+        places = list(zip(self._offsets.tolist(), self._sizes.tolist(), strict=True))
+        assert self.storage is not None
+        path = self.storage.path
+
+        def work(thread: int) -> None:
+            for offset, size in places[thread::threads]:
+                self._files.read(path, offset, room[thread][:size])
+
+        _in_threads(work, threads)
+
+    def decode(self, threads: int) -> None:
+        """Undo the filters of all chunks, which are in memory, each thread into one buffer."""
+        storage = self.storage
+        assert storage is not None
+        room = [np.empty(storage.chunk_bytes, np.uint8) for _ in range(threads)]
+        scratch = [Scratch() for _ in range(threads)]
+
+        def work(thread: int) -> None:
+            for raw in self._raw[thread::threads]:
+                undo(raw, storage.filters, 0, storage.chunk_bytes, scratch[thread], room[thread])
+
+        _in_threads(work, threads)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self.storage is not None:
+            self._files.close()
+
+    def _read(self, offset: int, size: int) -> Bytes:
+        assert self.storage is not None
+        raw = np.empty(size, np.uint8)
+        self._files.read(self.storage.path, offset, raw)
+        return raw
+
+
+def _in_threads(work: Callable[[int], None], threads: int) -> None:
+    running = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()

@@ -1,8 +1,7 @@
-"""Enters: an HDF5 file, dataset names. Leaves: what users would write to load it: a torch Dataset read by h5py.
+"""What users write to load an HDF5 file: torch Datasets read by h5py, which `mpidp bench loader` compares with.
 
-These are what `mpidp bench loader` compares with, written as well as their kind allows: the file is opened
-lazily, once in each process, with a chunk cache of a sensible size. Nothing here may import MPI: worker
-processes import this module.
+They are written as well as their kind allows: the file is opened lazily, once in each process, with a chunk cache of a
+sensible size. Nothing here may import MPI: worker processes import this module.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,28 +1,84 @@
-"""A model and names enter, rows with the step time under each way to average gradients leave.
+"""`mpidp bench step`: the time of a training step of a reference model under each way to average gradients.
 
 A step is what a training loop does: zero_grad, forward, backward with its reduction, an SGD step. The learning rate
 is 0, which costs the same and keeps the weights, so that every step of every side must show the same gradients.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from mpidp.errors import MpidpError
+from mpidp.models.gpt import gpt
+from mpidp.models.mlp import mlp
 from mpidp.reduce.choice import REDUCERS
-from mpidp.tools.bench.baselines import ddp
-from mpidp.tools.bench.options import StepOptions
-from mpidp.tools.bench.report import Row
-from mpidp.tools.bench.timing import Side, Times, measure
-from mpidp.tools.bench.variant import parse_variant
-from mpidp.tools.bench.workloads import Workload, make_workload
+from mpidp.tools.bench.allreduce import ddp
+from mpidp.tools.bench.options import StepOptions, parse_variant
+from mpidp.tools.bench.timing import Row, Side, Times, measure
 from mpidp.train.data_parallel import DataParallel
 from mpidp.world.mpi import MPI
 from mpidp.world.world import World
+
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, the same on all ranks, and this rank's own batch: inputs, and the class of each output row."""
+
+    module: nn.Module
+    inputs: Tensor
+    targets: Tensor
+
+    def loss(self, model: nn.Module) -> Tensor:
+        """Mean cross entropy over the batch (for tokens, over all of them)."""
+        scores: Tensor = model(self.inputs)
+        return functional.cross_entropy(scores.flatten(0, -2), self.targets.flatten())
+
+
+def make_workload(name: str, scale: int, world: World) -> Workload:
+    """The workload of that name, with `scale` times its usual batch; leaves torch's random state as it was."""
+    with torch.random.fork_rng():
+        torch.manual_seed(SEED)
+        module = MODELS[name]().to(world.device)
+        torch.manual_seed(SEED + 1 + world.rank)
+        inputs, targets = BATCHES[name](scale)
+    return Workload(module, inputs.to(world.device), targets.to(world.device))
+
+
+VOCABULARY, CONTEXT = 4096, 64  # a transformer's tokens
+FEATURES, CLASSES = 1024, 256  # the perceptron's
+
+
+def _transformer() -> nn.Module:
+    """21.05 million parameters."""
+    return gpt(vocabulary=VOCABULARY, context=CONTEXT, layers=6, heads=8, width=512)
+
+
+def _transformer_batch(sequences: int) -> tuple[Tensor, Tensor]:
+    """As many tokens as a core of 2020 trains on in about 150 ms, which is about what summing the gradients takes."""
+    tokens = torch.randint(VOCABULARY, (2, sequences, CONTEXT))
+    return tokens[0], tokens[1]
+
+
+def _mlp() -> nn.Module:
+    """8.66 million parameters."""
+    return mlp(inputs=FEATURES, hidden=(2048, 2048, 1024), classes=CLASSES)
+
+
+def _mlp_batch(scale: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(64 * scale, FEATURES), torch.randint(CLASSES, (64 * scale,))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"transformer": _transformer, "mlp": _mlp}
+BATCHES: dict[str, Callable[[int], tuple[Tensor, Tensor]]] = {"transformer": _transformer_batch, "mlp": _mlp_batch}
+
 
 NAMES = ("plain", "auto", *REDUCERS)
 COLUMNS = {

@@ -1,27 +1,71 @@
-"""Options enter, a report and an exit code leave. Under a launcher every rank comes here, and rank 0 prints."""
+"""The command `mpidp doctor`: its options, the order of its steps, and its exit code.
 
+Alone it starts MPI in a child process only; under a launcher every rank comes here, and rank 0 prints. The command line
+is read by the standard library's parser: a doctor must answer where packages are missing, tyro among them.
+"""
+
+import argparse
 import os
 import signal
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpidp.errors import ConfigError, LaunchError
 from mpidp.printable import visible
-from mpidp.tools.doctor.check_launch import check_before_start
-from mpidp.tools.doctor.check_probe import check_measured
-from mpidp.tools.doctor.checks import check
-from mpidp.tools.doctor.doctor_options import DoctorOptions
+from mpidp.tools.doctor.check_mpi import check_before_start
+from mpidp.tools.doctor.checks import check, check_measured
 from mpidp.tools.doctor.facts import RankFacts
-from mpidp.tools.doctor.finding import Finding, Level, fail, worst
-from mpidp.tools.doctor.gather import gather
-from mpidp.tools.doctor.read_log import read_log
-from mpidp.tools.doctor.report import Report, to_json, to_markdown, to_text
-from mpidp.tools.doctor.start_probe import probe_alone
+from mpidp.tools.doctor.finding import Finding, Level, Report, fail, to_json, to_markdown, to_text, worst
+from mpidp.tools.doctor.gather import gather, probe_alone
+from mpidp.tools.doctor.known_texts import read_log
 from mpidp.world.launch import launch_facts
 
 if TYPE_CHECKING:
     from mpidp.world.meeting import Meeting
+
+
+DESCRIPTION = """Look at this machine, this installation and this job, and say what is wrong and how to mend it.
+
+Alone, or on all ranks under mpiexec or srun, which are then compared. Alone it starts MPI in a child process only.
+Exit code 3 when something FAILs."""
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """What to look at, and how to say it."""
+
+    file: str
+    probe: bool
+    format: str
+    log: str
+
+
+def parse(words: Sequence[str]) -> DoctorOptions:
+    """Read the words; raises `SystemExit` 0 after help, 2 after an error that has been printed."""
+    parser = argparse.ArgumentParser(
+        "mpidp doctor",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("file", nargs="?", default="", metavar="FILE", help="an HDF5 file that training would read")
+    parser.add_argument(
+        "--probe",
+        action="store_true",
+        help="also measure copies and an Allreduce, train a step, write and read a checkpoint, and prove by value "
+        "whether MPI takes GPU memory",
+    )
+    shape = parser.add_mutually_exclusive_group()
+    shape.add_argument("--json", action="store_const", dest="format", const="json", help="print one line of JSON")
+    shape.add_argument("--markdown", action="store_const", dest="format", const="markdown", help="for an issue report")
+    parser.add_argument(
+        "--log", default="", metavar="FILE", help="say what known texts in a job's output mean; only that"
+    )
+    found = parser.parse_args(words)
+    return DoctorOptions(found.file, found.probe, found.format or "text", found.log)
+
 
 FOUND_FAILURE = 3
 _SHAPES = {"text": to_text, "json": to_json, "markdown": to_markdown}

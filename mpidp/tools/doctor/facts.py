@@ -1,4 +1,4 @@
-"""Nothing enters; the shape of what doctor knows of a rank leaves. Plain values: they travel, and become JSON."""
+"""What doctor knows of a rank, as plain values: they travel between ranks, and become JSON."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,8 +1,9 @@
-"""Nothing enters; texts that MPI, Slurm, HDF5 and drivers print leave, each with what it means and what to do."""
+"""Texts that MPI, Slurm, HDF5 and drivers print, each with what it means and what to do; and the search for them."""
 
+import re
 from dataclasses import dataclass
 
-from mpidp.tools.doctor.finding import Level
+from mpidp.tools.doctor.finding import Finding, Level, ok
 
 
 @dataclass(frozen=True)
@@ -218,3 +219,20 @@ KNOWN = (
         "pip install hdf5plugin",
     ),
 )
+
+
+_SHOWN = 100
+_SEARCHED = 10_000  # of a line; patterns take time with its square
+
+
+def read_log(text: str) -> list[Finding]:
+    """Look for known texts, in the order in which they first appear."""
+    found: dict[str, Finding] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        for known in KNOWN:
+            if known.code not in found and re.search(known.pattern, line[:_SEARCHED]):
+                what = f"line {number}, {line.strip()[:_SHOWN]!r}: {known.meaning}"
+                found[known.code] = Finding(known.level, known.code, what, known.fix)
+    if not found:
+        return [ok("text", f"none of {len(KNOWN)} known texts of MPI, Slurm, HDF5 and drivers is in it")]
+    return list(found.values())

@@ -1,4 +1,4 @@
-"""Started processes enter; what they measured of themselves leaves: copies, an Allreduce, a step, a checkpoint.
+"""The measurements behind `mpidp doctor --probe`: copies, an Allreduce, a training step, a checkpoint.
 
 Every result is checked by value first. Times are compared with those of copies in the same run, on the same cores:
 what a machine should give is what it just gave. `main` is run as a child where there is no launcher.

@@ -1,12 +1,43 @@
-"""Folders of runs enter, a file with their report leaves. Needs matplotlib; neither torch nor MPI."""
+"""The command `mpidp report`: run folders are read, and a page about them is written. Needs neither torch nor MPI."""
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 from mpidp.errors import ConfigError
 from mpidp.tools.report.run import read
 from mpidp.tools.table import size_text
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """Write a page about a run, or about several beside each other: one HTML file that needs nothing else.
+
+    It holds what was run, curves, where the time went, restarts, lost ranks, checkpoints and the configuration.
+    """
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN_FOLDER [RUN_FOLDER ...]")]
+    """Folders of runs, such as runs/digits."""
+    output: Path | None = None
+    """File to write; else report.html in the first run's folder. An older report is overwritten."""
+
+
+def parse(words: Sequence[str]) -> ReportOptions:
+    """Read the words after `mpidp report`.
+
+    Raises:
+        SystemExit: 0 after help, 2 after an error that the parser has printed.
+        ConfigError: no folder is given.
+    """
+    options = tyro.cli(ReportOptions, prog="mpidp report", args=words)
+    if not options.runs:
+        raise ConfigError("mpidp report takes the folder of a run, or several: mpidp report runs/NAME")
+    return options
+
 
 NAME = "report.html"
 # The mark of a report lies within so many characters of its beginning.
