@@ -179,10 +179,10 @@ class ReduceSection:
     """Size of a gradient bucket in bytes."""
     piece_bytes: int = 0
     """Largest buffer given to one call of MPI, in bytes; 0 for what suits the network."""
-    wire: Literal["full", "bf16", "fp16"] = "full"
+    comm_dtype: Literal["full", "bf16", "fp16"] = "full"
     """What travels for float32 gradients: all of it, or 16 bits, summed in 32."""
     error_feedback: bool = False
-    """With a 16-bit wire, add what rounding lost to the next step's gradient."""
+    """With 16-bit communication, add what rounding lost to the next step's gradient."""
     check_finite: bool = True
     """Stop, naming parameter and rank, when a gradient is infinite or NaN before it is summed."""
     overlap: Literal["auto", "on", "off"] = "auto"
@@ -299,8 +299,10 @@ def validate(config: RunConfig) -> None:
         faults.append("data.validation and data.validation_fraction are both set; set one of them.")
     if config.optimizer.sharded and config.reduce.reducer == "null":
         faults.append("optimizer.sharded is true, but reduce.reducer is null: gradients must be equal on all ranks.")
-    if config.reduce.error_feedback and config.reduce.wire == "full":
-        faults.append("reduce.error_feedback is true, but reduce.wire is full, which loses nothing; set bf16 or fp16.")
+    if config.reduce.error_feedback and config.reduce.comm_dtype == "full":
+        faults.append(
+            "reduce.error_feedback is true, but reduce.comm_dtype is full, which loses nothing; set bf16 or fp16."
+        )
     if config.train.sync_batch_norm and config.train.micro_batch:
         faults.append(
             "train.sync_batch_norm is true, but train.micro_batch is set: batch norm would be over micro batches, of "

@@ -28,8 +28,7 @@ class Slot:
 class BucketLayout:
     """One flat buffer of one dtype: the gradients' slots, then one element a slot that says whether it was used."""
 
-    dtype: str
-    itemsize: int
+    dtype: torch.dtype
     slots: tuple[Slot, ...]
     flags_offset: int
 
@@ -41,21 +40,17 @@ class BucketLayout:
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole buffer."""
-        return self.numel * self.itemsize
+        return self.numel * self.dtype.itemsize
 
 
-def bucket_layout(
-    numels: Sequence[int], dtypes: Sequence[str], itemsizes: Sequence[int], bucket_bytes: int
-) -> list[BucketLayout]:
-    """Deals parameters, in the order given, into buckets of one dtype each.
+def bucket_layout(parameters: Sequence[Tensor], bucket_bytes: int) -> list[BucketLayout]:
+    """Deals parameters, in the order given, into buckets of one dtype each. Pure.
 
     A bucket is closed when the next gradient of its dtype would take it over `bucket_bytes`; a gradient larger than
     that gets a bucket of its own. Buckets come in the order in which they are complete.
 
     Args:
-        numels: elements of each parameter, in the order in which backward finishes them.
-        dtypes: name of each parameter's dtype.
-        itemsizes: bytes of an element of each.
+        parameters: in the order in which backward finishes them; only their sizes and dtypes count.
         bucket_bytes: size aimed at; positive.
 
     Raises:
@@ -64,21 +59,18 @@ def bucket_layout(
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes = {bucket_bytes}: must be positive, for example {8 * 2**20}")
     closed: list[BucketLayout] = []
-    growing: dict[str, tuple[int, list[Slot], int]] = {}  # dtype -> itemsize, slots, end
-    for parameter, (numel, dtype, itemsize) in enumerate(zip(numels, dtypes, itemsizes, strict=True)):
-        _, slots, end = growing.get(dtype, (itemsize, [], 0))
-        if slots and (end + numel) * itemsize > bucket_bytes:
-            closed.append(BucketLayout(dtype, itemsize, tuple(slots), end))
+    growing: dict[torch.dtype, tuple[list[Slot], int]] = {}  # slots, and where they end
+    for number, parameter in enumerate(parameters):
+        numel, dtype = parameter.numel(), parameter.dtype
+        slots, end = growing.get(dtype, ([], 0))
+        if slots and (end + numel) * dtype.itemsize > bucket_bytes:
+            closed.append(BucketLayout(dtype, tuple(slots), end))
             slots, end = [], 0
-        slots.append(Slot(parameter, end, numel))
-        growing[dtype] = (itemsize, slots, _align(end + numel, itemsize))
-    rest = [BucketLayout(dtype, size, tuple(slots), end) for dtype, (size, slots, end) in growing.items()]
+        slots.append(Slot(number, end, numel))
+        line = max(1, ALIGNMENT_BYTES // dtype.itemsize)
+        growing[dtype] = (slots, -(-(end + numel) // line) * line)
+    rest = [BucketLayout(dtype, tuple(slots), end) for dtype, (slots, end) in growing.items()]
     return closed + sorted(rest, key=lambda bucket: bucket.slots[-1].parameter)
-
-
-def _align(offset: int, itemsize: int) -> int:
-    elements = max(1, ALIGNMENT_BYTES // itemsize)
-    return -(-offset // elements) * elements
 
 
 Allocate = Callable[[Sequence[BucketLayout], torch.device], list[Tensor]]
@@ -86,14 +78,7 @@ Allocate = Callable[[Sequence[BucketLayout], torch.device], list[Tensor]]
 
 def plain_buffers(layouts: Sequence[BucketLayout], device: torch.device) -> list[Tensor]:
     """One zeroed one-dimensional tensor a layout."""
-    return [torch.zeros(layout.numel, dtype=torch_dtype(layout), device=device) for layout in layouts]
-
-
-def torch_dtype(layout: BucketLayout) -> torch.dtype:
-    """The dtype that a layout, which knows no torch, names."""
-    dtype = getattr(torch, layout.dtype)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
+    return [torch.zeros(layout.numel, dtype=layout.dtype, device=device) for layout in layouts]
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,12 +107,7 @@ class Buckets:
 
     def __init__(self, parameters: Sequence[nn.Parameter], bucket_bytes: int, allocate: Allocate = plain_buffers):
         self.parameters = list(parameters)
-        layouts = bucket_layout(
-            [parameter.numel() for parameter in self.parameters],
-            [str(parameter.dtype).removeprefix("torch.") for parameter in self.parameters],
-            [parameter.element_size() for parameter in self.parameters],
-            bucket_bytes,
-        )
+        layouts = bucket_layout(self.parameters, bucket_bytes)
         device = self.parameters[0].device if self.parameters else torch.device("cpu")
         self.buckets = [
             Bucket(layout, flat, flat[layout.flags_offset :])
@@ -175,7 +155,7 @@ class Buckets:
             self._views[index] = self._make_view(index)
         return self._views[index]
 
-    def is_home(self, index: int) -> bool:
+    def is_in_bucket(self, index: int) -> bool:
         """Whether the gradient of parameter `index` lies in its bucket, or there is none."""
         gradient = self.parameters[index].grad
         return gradient is None or gradient.data_ptr() == self._addresses[index]
@@ -192,7 +172,7 @@ class Buckets:
         parameter.grad = view
 
     def pack(self, bucket: Bucket) -> None:
-        """Makes the buffer ready to be summed: unused gradients zero, strays copied in, flags set."""
+        """Makes the buffer ready to be summed: unused gradients zero, those that lie elsewhere copied in, flags set."""
         # Whether there is a gradient now, not whether there was one: zero_grad() may have dropped it since.
         used = [self.parameters[slot.parameter].grad is not None for slot in bucket.layout.slots]
         if all(used):
@@ -203,7 +183,7 @@ class Buckets:
             gradient = self.parameters[slot.parameter].grad
             if gradient is None:
                 self.view(slot.parameter).zero_()
-            elif gradient is not self._views[slot.parameter] or not self.is_home(slot.parameter):
+            elif gradient is not self._views[slot.parameter] or not self.is_in_bucket(slot.parameter):
                 self.take_in(slot.parameter)
 
     def unpack(self, bucket: Bucket) -> None:
@@ -219,7 +199,7 @@ class Buckets:
     def release(self) -> None:
         """Gives the parameters gradients of their own, as if the buckets had never been."""
         for index, parameter in enumerate(self.parameters):
-            if parameter.grad is not None and self.is_home(index):
+            if parameter.grad is not None and self.is_in_bucket(index):
                 parameter.grad = parameter.grad.clone()
 
     def _make_view(self, index: int) -> Tensor:

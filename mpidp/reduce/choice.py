@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mpidp.errors import LaunchError
-from mpidp.reduce.exchange import WIRES
+from mpidp.reduce.exchange import COMM_DTYPES
 from mpidp.reduce.node import NodeReducer
 from mpidp.reduce.reducer import Reducer, ReducerOptions
 from mpidp.reduce.simple import FlatReducer, NaiveReducer, NullReducer
@@ -63,10 +63,10 @@ def choose(name: str, facts: Facts, options: ReducerOptions) -> Choice:
         options: how the reducer is to work.
 
     Raises:
-        LaunchError: an unknown name or wire, or a reducer that cannot work here.
+        LaunchError: an unknown name or comm_dtype, or a reducer that cannot work here.
     """
-    if options.wire not in WIRES:
-        raise LaunchError(f"wire {options.wire!r} is unknown; allowed are {', '.join(WIRES)}")
+    if options.comm_dtype not in COMM_DTYPES:
+        raise LaunchError(f"comm_dtype {options.comm_dtype!r} is unknown; allowed are {', '.join(COMM_DTYPES)}")
     if name == "auto":
         name, reason = _automatic(facts, options)
     else:

@@ -21,7 +21,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mpidp.errors import LaunchError
 from mpidp.world.collectives import wait
 from mpidp.world.mpi import MPI
 
@@ -43,30 +42,18 @@ def synchronize_stream(tensor: Tensor) -> None:
 
 
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
-WIRES = {"full": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+COMM_DTYPES = {"full": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def wire_dtype(gradient: torch.dtype, wire: str) -> torch.dtype:
-    """What travels for gradients of a (real) dtype.
-
-    16-bit gradients travel as they are. A 16-bit wire shortens float32 only: who computes in float64 wants the digits.
-
-    Args:
-        gradient: dtype of the gradients, as real numbers.
-        wire: "full", "bf16" or "fp16".
-
-    Raises:
-        LaunchError: an unknown wire.
-    """
-    if wire not in WIRES:
-        raise LaunchError(f"wire {wire!r} is unknown; allowed are {', '.join(WIRES)}")
-    shortened = WIRES[wire]
+def sent_dtype(gradient: torch.dtype, comm_dtype: str) -> torch.dtype:
+    """What travels for gradients of a (real) dtype. Only float32 is shortened: who takes float64 wants the digits."""
+    shortened = COMM_DTYPES[comm_dtype]
     return shortened if shortened is not None and gradient == torch.float32 else gradient
 
 
 @dataclass(frozen=True)
 class _Scratch:
-    """Buffers of one piece: a part for each rank, twice, in the wire's dtype."""
+    """Buffers of one piece: a part for each rank, twice, in the 16-bit dtype."""
 
     sent: Tensor
     received: Tensor
@@ -104,7 +91,7 @@ class Exchange:
         self._device: torch.device | None = None
 
     def prepare(self, flat: Tensor) -> Callable[[], None]:
-        """What replaces a tensor of float32 or of the wire's dtype by its mean, the same bits on all; collective."""
+        """What replaces a tensor of float32 or of that dtype by its mean, the same bits on all; collective."""
         self._make_scratch(flat.device)
         parts = [flat[piece] for piece in pieces(flat.numel(), 1, self._part * self.comm.size)]
         return partial(self._mean_in_flight if self.across_nodes and not flat.is_cuda else self._mean, parts)

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mpidp.reduce.buckets import ALIGNMENT_BYTES, Bucket, BucketLayout, plain_buffers, torch_dtype
+from mpidp.reduce.buckets import ALIGNMENT_BYTES, Bucket, BucketLayout, plain_buffers
 from mpidp.reduce.exchange import SIXTEEN_BITS, pieces
 from mpidp.reduce.reducer import ReducerOptions
 from mpidp.reduce.transport import Transports, as_real, transports_of_all
@@ -35,7 +35,7 @@ class NodeMean:
 
     Args:
         world: the ranks.
-        options: piece size, wire, error feedback of what crosses the network.
+        options: piece size, comm_dtype, error feedback of what crosses the network.
         num_bytes: size of a segment, the same on every rank.
         block_bytes: how much is added at a time.
     """
@@ -160,7 +160,7 @@ class NodeReducer:
         if self._shared is None:
             return plain_buffers(layouts, device)
         flats = [
-            self._shared.own[start : start + layout.num_bytes].view(torch_dtype(layout))
+            self._shared.own[start : start + layout.num_bytes].view(layout.dtype)
             for layout, start in zip(layouts, starts, strict=True)
         ]
         self._starts = {

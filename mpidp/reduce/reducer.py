@@ -22,15 +22,15 @@ class ReducerOptions:
     Attributes:
         piece_bytes: the largest buffer given to one call of MPI; 0 for what suits: 1 MiB across a network, anything on
             one node, where pieces would only cost calls.
-        wire: "full", or "bf16" or "fp16": 16 bits travel for float32 gradients.
-        error_feedback: add what rounding to the wire lost to the next step's gradient; costs 1.5 copies of them.
+        comm_dtype: "full", or "bf16" or "fp16": 16 bits travel for float32 gradients.
+        error_feedback: add what rounding to 16 bits lost to the next step's gradient; costs 1.5 copies of them.
         residuals: where the lost parts are noted, for checkpoints; not an option, and the same for all.
         share_memory: let ranks of a node sum in memory that they share; it does not survive the death of one of them.
         pause_s: how long a thread that waits for the network may sleep between two looks at it; 0 never sleeps.
     """
 
     piece_bytes: int = 0
-    wire: str = "full"
+    comm_dtype: str = "full"
     error_feedback: bool = False
     pause_s: float = 0.0
     share_memory: bool = field(default=True, repr=False)

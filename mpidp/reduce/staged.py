@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mpidp.reduce.buckets import Bucket, plain_buffers
-from mpidp.reduce.exchange import pieces, wire_dtype
+from mpidp.reduce.exchange import pieces, sent_dtype
 from mpidp.reduce.node import NodeMean, make_node_mean
 from mpidp.reduce.reducer import ReducerOptions
 from mpidp.reduce.transport import as_real, transports_of_all
@@ -120,8 +120,8 @@ STAGE_BYTES = 4 << 20
 class StagedReducer:
     """Copies pieces of the bucket to the host, reduces them there and copies the means back, all three at once.
 
-    With several ranks a node the host buffers lie in node-shared memory and are summed there. With a 16-bit wire the
-    device shortens the numbers, so that the bus carries half, too.
+    With several ranks a node the host buffers lie in node-shared memory and are summed there. With 16-bit communication
+    the device shortens the numbers, so that the bus carries half, too.
 
     Construction is collective.
     """
@@ -158,7 +158,7 @@ class StagedReducer:
     def mean(self, bucket: Bucket) -> None:
         """Down, reduce, up, piece by piece, in the order of `staged_plan`. Collective."""
         flat = as_real(bucket.flat)
-        travels = wire_dtype(flat.dtype, self._options.wire)
+        travels = sent_dtype(flat.dtype, self._options.comm_dtype)
         parts = [flat[piece] for piece in pieces(flat.numel(), travels.itemsize, self._stage_bytes)]
         with self._streams.working():
             for step in staged_plan(len(parts)):

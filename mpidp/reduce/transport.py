@@ -16,8 +16,8 @@ from mpidp.reduce.exchange import (
     ErrorFeedback,
     Exchange,
     pieces,
+    sent_dtype,
     synchronize_stream,
-    wire_dtype,
 )
 from mpidp.reduce.reducer import PIECE_BYTES, ReducerOptions
 from mpidp.world.collectives import wait
@@ -96,7 +96,7 @@ class Transports:
 
     Args:
         comm: the communicator.
-        options: piece size, wire, error feedback.
+        options: piece size, comm_dtype, error feedback.
         count: of how many contributions each tensor given to `mean` holds a partial sum, over the whole communicator;
             its size, unless the ranks of a node were added before.
         across_nodes: whether the communicator crosses a network.
@@ -124,7 +124,7 @@ class Transports:
     def prepare(self, flat: Tensor) -> Callable[[], None]:
         """What does so, for whoever keeps it. Not collective; calling it is."""
         real = as_real(flat)
-        travels = wire_dtype(real.dtype, self._options.wire)
+        travels = sent_dtype(real.dtype, self._options.comm_dtype)
         if travels not in self._made:
             self._made[travels] = self._make(travels)
         call = self._made[travels].prepare(real)

@@ -146,17 +146,12 @@ def _runs(per_rank: Sequence[int]) -> Iterator[str]:
 def _buckets(model: nn.Module, bucket_bytes: int) -> list[BucketLayout]:
     # Backward finishes parameters in about the reverse of the order in which the model lists them.
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad][::-1]
-    return bucket_layout(
-        [parameter.numel() for parameter in trainable],
-        [str(parameter.dtype).removeprefix("torch.") for parameter in trainable],
-        [parameter.element_size() for parameter in trainable],
-        bucket_bytes,
-    )
+    return bucket_layout(trainable, bucket_bytes)
 
 
 def _buckets_text(buckets: Sequence[BucketLayout]) -> str:
     rows = [
-        (number, bucket.dtype, len(bucket.slots), bucket.numel, size_text(bucket.num_bytes))
+        (number, str(bucket.dtype).removeprefix("torch."), len(bucket.slots), bucket.numel, size_text(bucket.num_bytes))
         for number, bucket in enumerate(buckets[:BUCKETS_SHOWN])
     ]
     hidden = buckets[BUCKETS_SHOWN:]

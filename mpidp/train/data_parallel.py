@@ -106,8 +106,8 @@ class DataParallel(nn.Module):
         world: the ranks.
         reducer: "auto" (by the facts of this world), "naive", "flat", "node", "staged" or "null".
         bucket_bytes: how many bytes of gradients share a buffer.
-        wire: "full", or "bf16" or "fp16": float32 gradients travel in 16 bits and are summed in 32.
-        error_feedback: with a 16-bit wire, add what rounding lost to the next step's gradient.
+        comm_dtype: "full", or "bf16" or "fp16": float32 gradients travel in 16 bits and are summed in 32.
+        error_feedback: with 16-bit communication, add what rounding lost to the next step's gradient.
         piece_bytes: the largest buffer given to one call of MPI; 0 leaves it to the kind of network.
         overlap: reduce while backward still runs; None leaves it to the facts.
         check_finite: raise FloatingPointError, on all ranks, naming parameter and rank, when a gradient is infinite or
@@ -128,7 +128,7 @@ class DataParallel(nn.Module):
         *,
         reducer: str = "auto",
         bucket_bytes: int = BUCKET_BYTES,
-        wire: str = "full",
+        comm_dtype: str = "full",
         error_feedback: bool = False,
         piece_bytes: int = 0,
         overlap: bool | None = None,
@@ -141,7 +141,7 @@ class DataParallel(nn.Module):
         self.world = world
         with world.raise_on_all_ranks("wrapping the model"):
             check_supported(module, world)
-        options = ReducerOptions(piece_bytes, wire, error_feedback, share_memory=not communicators.is_elastic())
+        options = ReducerOptions(piece_bytes, comm_dtype, error_feedback, share_memory=not communicators.is_elastic())
         told = (
             f"reducer={reducer}, bucket_bytes={bucket_bytes}, overlap={overlap}, check_finite={check_finite}, "
             f"compare_steps={compare_steps}, {options}"
@@ -262,8 +262,8 @@ class DataParallel(nn.Module):
         """Reduces over those that are left, after `world` lost ranks. Collective.
 
         Gradients are dropped, as those of the step that was broken off are means of some ranks only. So are the
-        rounding errors of a 16-bit wire: they belong to another number of ranks. Buffers, such as running statistics,
-        are again what they were at the end of the last step that was taken.
+        rounding errors of 16-bit communication: they belong to another number of ranks. Buffers, such as running
+        statistics, are again what they were at the end of the last step that was taken.
         """
         self._end_step()
         self._statistics.go_back()
@@ -308,7 +308,7 @@ class DataParallel(nn.Module):
         return _plain, (self.module,)
 
     def rank_state_dict(self) -> dict[str, Any]:
-        """What only this rank has: the rounding errors of a 16-bit wire, and the layout that they belong to."""
+        """What only this rank has: the rounding errors of 16-bit communication, and the layout that they belong to."""
         return {"layout": self._layout(), "residuals": self._sync.residuals.tensors()}
 
     def load_rank_state_dict(self, state: dict[str, Any]) -> bool:
@@ -352,7 +352,7 @@ class DataParallel(nn.Module):
             self._statistics.keep()
 
     def _layout(self) -> str:
-        """All that decides how many elements each rank rounds for the wire, in words."""
+        """All that decides how many elements each rank rounds to 16 bits, in words."""
         world, buckets = self.world, self.buckets.buckets
         return (
             f"{world.size} ranks on {world.num_nodes} nodes, {self.choice.name}, {self.choice.options}, "

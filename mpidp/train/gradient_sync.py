@@ -39,7 +39,7 @@ class GradientSync:
         frozen: parameters that took no gradients when the buckets were made.
         trouble: what this rank met in its last forward or backward pass and went on after, for messages.
         steps_taken: by the optimizer that holds the first trainable parameter.
-        residuals: rounding errors of a 16-bit wire.
+        residuals: rounding errors of 16-bit communication.
         replicas: compares what must be equal on all ranks, a part at each step.
 
     Args:
@@ -85,7 +85,7 @@ class GradientSync:
     def is_complete(self) -> bool:
         """Whether all gradients are the mean over ranks, as far as their memory tells."""
         buckets = self.reduction.buckets
-        return not self._pending and all(map(buckets.is_home, range(len(buckets.parameters))))
+        return not self._pending and all(map(buckets.is_in_bucket, range(len(buckets.parameters))))
 
     def watch_output(self, output: Any) -> None:
         """The module gave this output: backward will enter there."""

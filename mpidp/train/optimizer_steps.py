@@ -72,7 +72,7 @@ class StepCheck:
 
     def astray(self, numbers: Sequence[int]) -> list[int]:
         """Those of these parameters whose gradients do not lie in their buckets."""
-        return [index for index in numbers if not self._buckets.is_home(index)]
+        return [index for index in numbers if not self._buckets.is_in_bucket(index)]
 
     def was_set_by_hand(self, optimizer: torch.optim.Optimizer, astray: Sequence[int]) -> bool:
         """Whether there are gradients that came by no backward pass since this optimizer stepped last."""

@@ -361,7 +361,7 @@ def _wrap(module: torch.nn.Module, world: World, config: RunConfig) -> DataParal
         world,
         reducer=section.reducer,
         bucket_bytes=section.bucket_bytes,
-        wire=section.wire,
+        comm_dtype=section.comm_dtype,
         error_feedback=section.error_feedback,
         piece_bytes=section.piece_bytes,
         overlap={"auto": None, "on": True, "off": False}[section.overlap],

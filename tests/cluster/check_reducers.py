@@ -1,6 +1,6 @@
 """Started on every rank: checks each reducer against arithmetic; rank 0 prints what was checked.
 
-A wrong mean raises on the rank that has it and so ends the job; the error names reducer, dtype, wire and rank.
+A wrong mean raises on the rank that has it and so ends the job; the error names reducer, dtype, comm_dtype and rank.
 """
 
 import hashlib
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 import mpidp
 from mpidp.reduce.buckets import Buckets
 from mpidp.reduce.choice import REDUCERS
-from mpidp.reduce.exchange import SIXTEEN_BITS, wire_dtype
+from mpidp.reduce.exchange import SIXTEEN_BITS, sent_dtype
 from mpidp.reduce.reducer import Reducer, ReducerOptions
 
 NAMES = [name for name in REDUCERS if name != "null"]  # null averages nothing
-FORMATS = (  # dtype of the gradients, and wire
+FORMATS = (  # dtype of the gradients, and comm_dtype
     (torch.float64, "full"),
     (torch.float32, "full"),
     (torch.float32, "bf16"),
@@ -34,20 +34,20 @@ Gradients = Callable[[int], Tensor]
 
 
 def main() -> None:
-    """Check every reducer with every dtype and wire."""
+    """Check every reducer with every dtype and comm_dtype."""
     world = mpidp.init()
     cases = list(product(NAMES, FORMATS))
-    for name, (dtype, wire) in cases:
-        case = Case(world, name, dtype, wire)
+    for name, (dtype, comm_dtype) in cases:
+        case = Case(world, name, dtype, comm_dtype)
         try:
             check_arithmetic(case)
             check_random(case)
         except Exception as error:
-            error.add_note(f"reducer {name}, {dtype}, wire {wire}, rank {world.rank} on {world.host}")
+            error.add_note(f"reducer {name}, {dtype}, comm_dtype {comm_dtype}, rank {world.rank} on {world.host}")
             raise
     world.barrier()
     if world.rank == 0:
-        print(json.dumps([[name, str(dtype), wire] for name, (dtype, wire) in cases]))
+        print(json.dumps([[name, str(dtype), comm_dtype] for name, (dtype, comm_dtype) in cases]))
 
 
 @dataclass
@@ -57,10 +57,10 @@ class Case:
     world: mpidp.World
     name: str
     dtype: torch.dtype
-    wire: str
+    comm_dtype: str
 
     def __post_init__(self) -> None:
-        self.reducer: Reducer = REDUCERS[self.name](self.world, ReducerOptions(wire=self.wire))
+        self.reducer: Reducer = REDUCERS[self.name](self.world, ReducerOptions(comm_dtype=self.comm_dtype))
         self.parameters = [nn.Parameter(torch.zeros(shape, dtype=self.dtype)) for shape in SHAPES]
         self.buckets = Buckets(self.parameters, BUCKET_BYTES, self.reducer.allocate)
 
@@ -110,7 +110,7 @@ def relative_error(case: Case) -> float:
     A sum rounds at each addition. 16 bits round once when sent, where the gradient is longer, and once as a result.
     """
     adds_in = torch.float64 if case.dtype == torch.float64 else torch.float32
-    travels = wire_dtype(case.dtype, case.wire)
+    travels = sent_dtype(case.dtype, case.comm_dtype)
     summing = case.world.size * torch.finfo(adds_in).eps
     return summing + (torch.finfo(travels).eps if travels in SIXTEEN_BITS else 0.0)
 

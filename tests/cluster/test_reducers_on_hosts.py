@@ -1,4 +1,4 @@
-"""Every reducer, dtype and wire on several hosts, with one, two and unequal numbers of ranks a host."""
+"""Every reducer, dtype and comm_dtype on several hosts, with one, two and unequal numbers of ranks a host."""
 
 import json
 import sys

@@ -150,7 +150,12 @@ def losses(folder: Path) -> list[list[Any]]:
 
 def test_the_rounding_errors_of_a_16_bit_wire_are_part_of_a_checkpoint(workplace: Path) -> None:
     """Behaviour 43: resumed at every checkpoint, in the background, the run ends with the same bits."""
-    words = ["--reduce.wire=bf16", "--reduce.error_feedback=True", "--checkpoint.every_steps=1", "--checkpoint.keep=99"]
+    words = [
+        "--reduce.comm_dtype=bf16",
+        "--reduce.error_feedback=True",
+        "--checkpoint.every_steps=1",
+        "--checkpoint.keep=99",
+    ]
     assert train(workplace, 2, *words).code == 0
     run = workplace / "runs/run"
     expected, end = losses(run), load(newest(run / "checkpoints")[0])["model"]

@@ -104,7 +104,7 @@ def test_what_follows_is_what_a_resume_on_fewer_ranks_does(place: Path) -> None:
         ("--data.mode", "node"),
         ("--data.mode", "stage"),
         ("--reduce.overlap", "on", "--reduce.reducer", "auto"),
-        ("--reduce.wire", "bf16", "--reduce.error-feedback", "True", "--reduce.reducer", "node"),
+        ("--reduce.comm_dtype", "bf16", "--reduce.error-feedback", "True", "--reduce.reducer", "node"),
     ],
     ids=lambda words: "-".join(words[1::2]),
 )

@@ -42,10 +42,10 @@ def test_mean_of_what_kernels_are_still_writing(world: mpidp.World, dtype: torch
         reducer.close()
 
 
-@pytest.mark.parametrize("wire", ["bf16", "fp16"])
-def test_a_sixteen_bit_wire(world: mpidp.World, wire: str) -> None:
+@pytest.mark.parametrize("comm_dtype", ["bf16", "fp16"])
+def test_a_sixteen_bit_comm_dtype(world: mpidp.World, comm_dtype: str) -> None:
     """Behaviour 4."""
-    reducer = StagedReducer(world, ReducerOptions(wire=wire))
+    reducer = StagedReducer(world, ReducerOptions(comm_dtype=comm_dtype))
     parameter = nn.Parameter(torch.zeros(NUMEL, device=world.device))
     buckets = Buckets([parameter], 1 << 30, reducer.allocate)
     generator = [torch.Generator().manual_seed(rank) for rank in range(world.size)]
@@ -57,7 +57,7 @@ def test_a_sixteen_bit_wire(world: mpidp.World, wire: str) -> None:
     buckets.pack(bucket)
     reducer.mean(bucket)
     error = (parameter.grad.cpu() - everybody.mean(0)).abs()
-    bound = everybody.abs().amax(0) * (2.0**-7 if wire == "bf16" else 2.0**-10) + 2.0**-24
+    bound = everybody.abs().amax(0) * (2.0**-7 if comm_dtype == "bf16" else 2.0**-10) + 2.0**-24
     assert bool((error <= bound).all())
     reducer.close()
 

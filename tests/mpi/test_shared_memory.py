@@ -46,12 +46,14 @@ def test_windows_that_cannot_be_had(
 
 
 @pytest.mark.parametrize("name", list(REDUCERS))
-@pytest.mark.parametrize("dtype, wire", [(torch.float32, "full"), (torch.float32, "bf16"), (torch.bfloat16, "full")])
+@pytest.mark.parametrize(
+    "dtype, comm_dtype", [(torch.float32, "full"), (torch.float32, "bf16"), (torch.bfloat16, "full")]
+)
 def test_no_memory_is_allocated_in_the_steady_state(
-    world: mpidp.World, name: str, dtype: torch.dtype, wire: str
+    world: mpidp.World, name: str, dtype: torch.dtype, comm_dtype: str
 ) -> None:
     """After two reductions of a bucket, a third asks torch for no buffer."""
-    reducer = REDUCERS[name](world, ReducerOptions(wire=wire))
+    reducer = REDUCERS[name](world, ReducerOptions(comm_dtype=comm_dtype))
     buckets = Buckets([nn.Parameter(torch.zeros(NUMEL, dtype=dtype))], 1 << 30, reducer.allocate)
     buckets.expect(0)
     (bucket,) = buckets.buckets

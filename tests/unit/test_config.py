@@ -168,7 +168,7 @@ def test_every_field_but_tables_and_choices_has_a_check() -> None:
         "data.shuffle",
         "train.dtype",
         "reduce.reducer",
-        "reduce.wire",
+        "reduce.comm_dtype",
         "reduce.overlap",
     }
     unchecked |= {"reduce.error_feedback", "reduce.check_finite", "checkpoint.background", "checkpoint.on_failure"}

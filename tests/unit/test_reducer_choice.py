@@ -47,7 +47,7 @@ def test_memory_that_would_not_survive_a_death_is_not_shared(name: str) -> None:
 def test_error_feedback_is_refused_where_the_device_rounds() -> None:
     for name in ("auto", "staged"):
         with pytest.raises(LaunchError, match="error_feedback"):
-            ask(name, 2, "cuda", wire="bf16", error_feedback=True)
+            ask(name, 2, "cuda", comm_dtype="bf16", error_feedback=True)
 
 
 @pytest.mark.parametrize("name", REDUCERS)
@@ -94,6 +94,6 @@ def test_unknown_name_lists_the_known_ones(name: str) -> None:
 def test_unknown_wire_lists_the_known_ones(name: str) -> None:
     """Behaviour 4."""
     with pytest.raises(LaunchError) as caught:
-        ask(name, wire="fp8")
+        ask(name, comm_dtype="fp8")
     for part in ("'fp8'", "full", "bf16", "fp16"):
         assert part in str(caught.value)

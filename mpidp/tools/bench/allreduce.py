@@ -179,7 +179,7 @@ class _Contest:
 
     def _reducer_side(self, name: str) -> Side:
         variant = parse_variant(name, NAMES)
-        choice = choose(variant.reducer, Facts.of(self.world), ReducerOptions(wire=variant.wire))
+        choice = choose(variant.reducer, Facts.of(self.world), ReducerOptions(comm_dtype=variant.comm_dtype))
         reducer = choice.make(self.world)
         self._reducers.append(reducer)
         parameter = nn.Parameter(torch.zeros_like(self.pattern))

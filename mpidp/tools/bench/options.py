@@ -135,7 +135,7 @@ def _check_distinct(option: str, values: Sequence[object]) -> None:
         raise ConfigError(f"{option}={','.join(map(str, values))}; expected each only once.")
 
 
-WIRES = ("bf16", "fp16")
+COMM_DTYPES = ("bf16", "fp16")
 OVERLAPS = {"overlap": True, "after": False}
 # Half a unit in the last place, twice: when a number is sent, and for the mean.
 ROUNDING = {"full": 0.0, "bf16": 2.0**-7, "fp16": 2.0**-10}
@@ -146,13 +146,13 @@ class Variant:
     """One way to reduce, as a benchmark's row is called."""
 
     reducer: str
-    wire: str = "full"
+    comm_dtype: str = "full"
     overlap: bool | None = None
 
     @property
     def tolerance(self) -> float:
-        """What rounding on the wire may change, as a share of the largest contribution."""
-        return ROUNDING[self.wire]
+        """What rounding to 16 bits may change, as a share of the largest contribution."""
+        return ROUNDING[self.comm_dtype]
 
 
 def parse_variant(name: str, known: Sequence[str]) -> Variant:
@@ -162,11 +162,11 @@ def parse_variant(name: str, known: Sequence[str]) -> Variant:
         ConfigError: a part that is not known.
     """
     reducer, *parts = name.split("/")
-    wires = [part for part in parts if part in WIRES]
+    dtypes = [part for part in parts if part in COMM_DTYPES]
     overlaps = [OVERLAPS[part] for part in parts if part in OVERLAPS]
-    if reducer not in known or len(wires) > 1 or len(overlaps) > 1 or len(wires) + len(overlaps) < len(parts):
+    if reducer not in known or len(dtypes) > 1 or len(overlaps) > 1 or len(dtypes) + len(overlaps) < len(parts):
         raise ConfigError(
             f"--reducers: {name!r} is not known. Known: {', '.join(known)}; behind a reducer /bf16 or /fp16 for "
-            f"the wire, and /overlap or /after (backward) for when it works."
+            f"the comm_dtype, and /overlap or /after (backward) for when it works."
         )
-    return Variant(reducer, wires[0] if wires else "full", overlaps[0] if overlaps else None)
+    return Variant(reducer, dtypes[0] if dtypes else "full", overlaps[0] if overlaps else None)

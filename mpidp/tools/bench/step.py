@@ -195,7 +195,9 @@ def _wrap(name: str, module: nn.Module, world: World) -> nn.Module:
     if name == "ddp":
         return ddp(module, world)
     variant = parse_variant(name, NAMES)
-    return DataParallel(module, world, reducer=variant.reducer, wire=variant.wire, overlap=variant.overlap, quiet=True)
+    return DataParallel(
+        module, world, reducer=variant.reducer, comm_dtype=variant.comm_dtype, overlap=variant.overlap, quiet=True
+    )
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -37,14 +37,16 @@ def of_rank(rank: int, numel: int, scale: float = 1.0) -> Tensor:
 
 
 @pytest.mark.parametrize("name", SUMMING)
-@pytest.mark.parametrize("wire", BOUND)
+@pytest.mark.parametrize("comm_dtype", BOUND)
 @pytest.mark.parametrize("piece_bytes", [4096, 1 << 20])
-def test_error_is_within_the_stated_bound(world: mpidp.World, name: str, wire: str, piece_bytes: int) -> None:
+def test_error_is_within_the_stated_bound(world: mpidp.World, name: str, comm_dtype: str, piece_bytes: int) -> None:
     """Behaviour 4: float32 out, the same bits on all ranks, the error bounded."""
-    means = reduce(world, name, ReducerOptions(piece_bytes, wire), [of_rank(world.rank, numel) for numel in SIZES])
+    means = reduce(
+        world, name, ReducerOptions(piece_bytes, comm_dtype), [of_rank(world.rank, numel) for numel in SIZES]
+    )
     for numel, mean in zip(SIZES, means, strict=True):
         everybody = torch.stack([of_rank(rank, numel) for rank in range(world.size)]).double()
-        bound = everybody.abs().amax(0) * BOUND[wire] + 2.0**-24
+        bound = everybody.abs().amax(0) * BOUND[comm_dtype] + 2.0**-24
         assert mean.dtype == torch.float32
         assert bool(((mean - everybody.mean(0)).abs() <= bound).all())
     assert same_bits(world, means)
@@ -53,8 +55,8 @@ def test_error_is_within_the_stated_bound(world: mpidp.World, name: str, wire: s
 @pytest.mark.parametrize("name", SUMMING)
 def test_mean_does_not_overflow_where_the_sum_would(world: mpidp.World, name: str) -> None:
     """Behaviour 4: 60000 fits into float16, twice that does not."""
-    for dtype, wire in ((torch.float32, "fp16"), (torch.float16, "full")):
-        (mean,) = reduce(world, name, ReducerOptions(4096, wire), [torch.full((9000,), 60000.0, dtype=dtype)])
+    for dtype, comm_dtype in ((torch.float32, "fp16"), (torch.float16, "full")):
+        (mean,) = reduce(world, name, ReducerOptions(4096, comm_dtype), [torch.full((9000,), 60000.0, dtype=dtype)])
         assert mean.dtype == dtype
         assert bool((mean == 60000).all())
 
@@ -64,7 +66,7 @@ def test_mean_does_not_overflow_where_the_sum_would(world: mpidp.World, name: st
 def test_a_wire_shortens_float32_only(world: mpidp.World, name: str, dtype: torch.dtype) -> None:
     contributions = [of_rank(world.rank, numel).to(dtype) for numel in SIZES]
     full = reduce(world, name, ReducerOptions(), contributions)
-    shortened = reduce(world, name, ReducerOptions(wire="bf16"), contributions)
+    shortened = reduce(world, name, ReducerOptions(comm_dtype="bf16"), contributions)
     for expected, found in zip(full, shortened, strict=True):
         assert torch.equal(expected, found)
 
@@ -72,7 +74,7 @@ def test_a_wire_shortens_float32_only(world: mpidp.World, name: str, dtype: torc
 @pytest.mark.parametrize("name", ["flat", "naive"])
 def test_error_feedback_loses_nothing_over_many_steps(world: mpidp.World, name: str) -> None:
     """A gradient far below half a unit in the last place of a large one is lost for ever without feedback."""
-    options = ReducerOptions(wire="bf16", error_feedback=True)
+    options = ReducerOptions(comm_dtype="bf16", error_feedback=True)
     reducer = REDUCERS[name](world, options)
     buckets = Buckets([nn.Parameter(torch.zeros(1000))], 1 << 20, reducer.allocate)
     small = 1 + 2.0**-11  # bfloat16 has steps of 2^-7 here
@@ -95,7 +97,7 @@ def test_error_feedback_loses_nothing_over_many_steps(world: mpidp.World, name: 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_error_feedback_forgets_what_overflowed(world: mpidp.World, value: float) -> None:
     """A GradScaler makes infinite gradients by design; the steps after must be finite again."""
-    reducer = REDUCERS["flat"](world, ReducerOptions(wire="fp16", error_feedback=True))
+    reducer = REDUCERS["flat"](world, ReducerOptions(comm_dtype="fp16", error_feedback=True))
     buckets = Buckets([nn.Parameter(torch.zeros(100))], 1 << 20, reducer.allocate)
     (bucket,) = buckets.buckets
     for step_value in (value, 1.0):
