@@ -3,6 +3,7 @@
 import contextlib
 import os
 import time
+import tomllib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from mpidp.config import RunConfig, to_toml
 from mpidp.errors import DataError
 from mpidp.hdf5.batch import Batch
 from mpidp.hdf5.loader import HDF5Loader
-from mpidp.train import rng
+from mpidp.train.checkpoint.saver import Saver
 from mpidp.train.components import (
     build_loaders,
     build_loss,
@@ -32,9 +33,10 @@ from mpidp.train.records.run_folder import RunFolder
 from mpidp.train.records.starts import choose_resume, for_array_task
 from mpidp.train.records.trace import Trace
 from mpidp.train.refusal import explain
-from mpidp.train.resume import make_saver, restore, save
+from mpidp.train.resume import restore
 from mpidp.train.sharded.optimizer import ShardedOptimizer
 from mpidp.train.signature import check_same
+from mpidp.train.state import TrainState
 from mpidp.train.stop import StopSignal
 from mpidp.train.summary import describe_epoch, describe_newest, describe_start, describe_stop, summarise
 from mpidp.train.sync_batch_norm import SyncBatchNorm, sync_layers
@@ -99,14 +101,22 @@ class Trainer:
         self.optimizer = self._shard(plain) if config.optimizer.sharded else plain
         with world.raise_on_all_ranks("building the scheduler"):
             self.scheduler = build_scheduler(config.scheduler, self.optimizer)
-        self.step = 0
-        rng.seed_all(config.run.seed, world.rank, self.step)
-        metrics_bytes, newest = restore(self, resume) if resume else (0, None)
+        self.state = TrainState(self.model, self.optimizer, self.loader, self.scheduler, seed=config.run.seed)
+        self.state.seed_streams()
+        metrics_bytes, newest = (0, None) if held is None else self._resume(held)
         if held is not None:
             held.begin(world)
         self.folder = held or RunFolder.create(config, world)
         world.guard.last_words = partial(describe_newest, self.folder)
-        self.saver = make_saver(self, newest)
+        self.saver = Saver(
+            world,
+            self.folder.checkpoints,
+            config.checkpoint.keep,
+            background=config.checkpoint.background,
+            on_failure=config.checkpoint.on_failure,
+            newest=newest,
+            relies_on=(self.folder.config, self.folder.metrics),
+        )
         world.status.step = self.step
         self.first_step, self.saved_step = self.step, self.step if resume else -1
         progress = Progress(world.rank == 0, self.step, self.step + self._steps_left(), config.log.progress_s)
@@ -127,6 +137,11 @@ class Trainer:
         self.begun = False
         self.num_epochs = 0  # that are trained, evaluated and saved
         self.given_up = -1  # step of a checkpoint that could not be completed, as ranks were lost
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.state.step
 
     def run(self) -> str:
         """Trains to the last epoch, or until it is asked to stop; returns by what, or "". Collective."""
@@ -278,7 +293,7 @@ class Trainer:
             self.optimizer.zero_grad()
             if self.scheduler:
                 self.scheduler.step()
-        self.step += 1
+        self.state.step += 1
         self.world.status.step = self.step
 
     def _forward(self, batch: Batch, inputs: Tensor, target: Tensor) -> tuple[Any, Tensor]:
@@ -343,9 +358,26 @@ class Trainer:
         self.recorder.record_training(self.step, epoch, self.optimizer)
         self.model.combine_statistics()
         with self.world.status.during("checkpoint"):
-            save(self)
+            self.folder.check_owned(self.world)
+            self.saver.save(self.step, self._shared_state, self.state.rank_state)
         self.saved_step = self.step
         self.recorder.restart(self.step)
+
+    def _shared_state(self) -> dict[str, Any]:
+        """What rank 0 saves for all ranks."""
+        return {
+            **self.state.shared_state(),
+            "metrics_bytes": self.recorder.num_bytes,
+            "config": to_toml(self.config),
+        }
+
+    def _resume(self, held: RunFolder) -> tuple[int, Path]:
+        """Takes the newest checkpoint; returns the length of the metrics at that time, and its path. Collective."""
+        saved, path = restore(self.state, held.checkpoints, accept_changed=self.config.data.accept_changed)
+        ignored = ignored_settings(self.config, saved["config"])
+        if ignored:
+            self.world.log_once(f"changed since, but the checkpoint's values go on: {', '.join(ignored)}")
+        return int(saved["metrics_bytes"]), path
 
     def _steps_left(self) -> int:
         """Optimizer steps from here to the end of the last epoch."""
@@ -369,6 +401,17 @@ def _wrap(module: torch.nn.Module, world: World, config: RunConfig) -> DataParal
         compare_steps=config.watch.compare_steps,
         quiet=True,
     )
+
+
+def ignored_settings(config: RunConfig, saved: str) -> list[str]:
+    """Settings of optimizer and scheduler that differ from the checkpoint's, which are part of their saved state."""
+    before, now = tomllib.loads(saved), tomllib.loads(to_toml(config))
+    return [
+        f"{section}.{key}"
+        for section in ("optimizer", "scheduler")
+        for key in sorted({*before[section], *now[section]})
+        if before[section].get(key) != now[section].get(key) and key != "sharded"
+    ]
 
 
 def _is_due(every: int, count: int) -> bool:

@@ -12,7 +12,7 @@ from small_runs import contents, losses, records, small_run, weights
 
 from mpidp.config import OptimizerSection, RunConfig, to_toml
 from mpidp.errors import CheckpointError
-from mpidp.train.resume import _ignored
+from mpidp.train.trainer import ignored_settings
 
 Run = Callable[..., Path]
 
@@ -128,5 +128,5 @@ def test_changed_settings_that_the_checkpoint_overrides_are_told() -> None:
     """A new learning rate does nothing on resume: the optimizer's state holds the old one."""
     saved = to_toml(RunConfig(optimizer=OptimizerSection(lr=0.1)))
     now = RunConfig(optimizer=OptimizerSection(lr=0.2, arguments={"weight_decay": 0.5}))
-    assert _ignored(now, saved) == ["optimizer.arguments", "optimizer.lr"]
-    assert _ignored(RunConfig(optimizer=OptimizerSection(lr=0.1)), saved) == []
+    assert ignored_settings(now, saved) == ["optimizer.arguments", "optimizer.lr"]
+    assert ignored_settings(RunConfig(optimizer=OptimizerSection(lr=0.1)), saved) == []

@@ -24,8 +24,6 @@ from mpidp.train.checkpoint import manifest as manifests
 from mpidp.train.checkpoint.manifest import Manifest
 
 if TYPE_CHECKING:
-    import torch
-
     from mpidp.world.world import World
 
 
@@ -144,33 +142,8 @@ def read_shard(path: Path, rank: int) -> list[Any]:
     return shard
 
 
-def check_model(expected: "dict[str, torch.Tensor]", found: "dict[str, torch.Tensor]", path: Path) -> None:
-    """Raises CheckpointError, naming the first difference, when a checkpoint holds another model's state.
-
-    Args:
-        expected: state_dict of the model at hand.
-        found: state_dict in the checkpoint.
-        path: the checkpoint, for the message.
-    """
-    advice = "Resume with the model it was made with, or start a new run."
-    for name in [*expected, *found]:
-        if name not in found:
-            raise CheckpointError(f"checkpoint {path} is of another model: it has no {name!r}. {advice}")
-        if name not in expected:
-            raise CheckpointError(f"checkpoint {path} is of another model: this one has no {name!r}. {advice}")
-        if expected[name].shape != found[name].shape or expected[name].dtype != found[name].dtype:
-            raise CheckpointError(
-                f"checkpoint {path} is of another model: {name!r} is {_kind(found[name])} there and "
-                f"{_kind(expected[name])} here. {advice}"
-            )
-
-
 def _expected(manifest: Manifest) -> list[str]:
     return [STATE, *(part_name(rank) for rank in range(manifest.ranks))]
-
-
-def _kind(tensor: "torch.Tensor") -> str:
-    return f"{tuple(tensor.shape)} {tensor.dtype}"
 
 
 def newest_readable(world: "World", folder: Path) -> tuple[Path, list[str]]:

@@ -1,0 +1,213 @@
+"""The state of a training: all that it needs to go on elsewhere as if it had not stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mpidp.errors import CheckpointError
+from mpidp.printable import listed
+from mpidp.train import rng
+from mpidp.train.data_parallel import DataParallel
+from mpidp.train.sharded import keep
+
+if TYPE_CHECKING:
+    from mpidp.hdf5.loader import HDF5Loader
+    from mpidp.hdf5.shares import Shares
+
+OfRank = Callable[[int], dict[str, Any]]
+
+
+class Stateful(Protocol):
+    """What torch saves and loads: schedulers, gradient scalers, averages of models."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nested dicts, lists and tuples of tensors, numbers and strings."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Takes what `state_dict` returned."""
+
+
+class TrainState:
+    """Model, optimizer, scheduler, position in the data, random streams and step of a training, as one thing.
+
+    What all ranks have in common is `shared_state()`, what only this rank has (random streams, rounding errors of a
+    16-bit exchange, its shard of a sharded optimizer) is `rank_state()`; `state_dict()` is both. They are nested dicts,
+    lists and tuples of tensors, numbers and strings, and refer to the tensors of the training: copy them to keep them.
+
+        state = TrainState(model, optimizer, loader)
+        saved = copy.deepcopy(state.state_dict())
+        ...
+        state.load_state_dict(saved)
+
+    Attributes:
+        step: optimizer steps done; whoever trains counts them here.
+
+    Args:
+        model: the wrapped model; its `world` is that of the state.
+        optimizer: of torch, or a `ShardedOptimizer`.
+        loader: what the position in the data is asked for.
+        scheduler: of learning rates, if any.
+        seed: of the random streams, which begin anew, repeatably, on another number of ranks.
+        others: more that is the same on all ranks, by name, such as a `GradScaler`.
+    """
+
+    def __init__(
+        self,
+        model: DataParallel,
+        optimizer: torch.optim.Optimizer,
+        loader: HDF5Loader | Shares,
+        scheduler: Stateful | None = None,
+        *,
+        seed: int = 0,
+        others: Mapping[str, Stateful] | None = None,
+    ):
+        self.model = model
+        self.optimizer = optimizer
+        self.loader = loader
+        self.scheduler = scheduler
+        self.seed = seed
+        self.others = dict(others or {})
+        self.world = model.world
+        self.step = 0
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch, counted from 0."""
+        return self.loader.epoch
+
+    def seed_streams(self) -> None:
+        """Begins this rank's random streams anew, as they are at this step of a run that is resumed. Not collective."""
+        rng.seed_all(self.seed, self.world.rank, self.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as this rank has it: `shared_state()`, and in it `rank_state()` as "rank". Not collective."""
+        return {**self.shared_state(), "rank": self.rank_state()}
+
+    def shared_state(self) -> dict[str, Any]:
+        """What all ranks have in common. Not collective; batch norm needs `model.combine_statistics()` before."""
+        state = {
+            "classes": self._classes(),
+            "model": self.model.state_dict(),
+            "optimizer": keep.shared_state(self.optimizer),
+            "scheduler": self.scheduler.state_dict() if self.scheduler else None,
+            "loader": self.loader.state_dict(),
+            "step": self.step,
+            "ranks": self.world.size,
+        }
+        if self.others:
+            state["others"] = {name: other.state_dict() for name, other in self.others.items()}
+        return state
+
+    def rank_state(self) -> dict[str, Any]:
+        """What only this rank has. Not collective."""
+        return {
+            "rng": rng.capture(self.world.device),
+            "reduction": self.model.rank_state_dict(),
+            "optimizer": keep.own_state(self.optimizer),
+        }
+
+    def load_state_dict(
+        self,
+        state: dict[str, Any],
+        *,
+        of_rank: OfRank | None = None,
+        source: str = "the state",
+        accept_changed: bool = False,
+    ) -> None:
+        """Goes on where `state` was taken, on any number of ranks. Collective.
+
+        The same number of ranks continues bit for bit. On another the samples are the same, and random streams begin
+        anew from `seed`; rounding errors of a 16-bit exchange start from nothing, which is said.
+
+        Args:
+            state: of `state_dict()`, or of `shared_state()` on any rank.
+            of_rank: gives the `rank_state()` of a rank of then; called for this rank, and for others of which shards of
+                an optimizer are needed. None takes `state["rank"]`.
+            source: what to call the state in messages.
+            accept_changed: begin the epoch anew where the files hold other data, instead of raising.
+
+        Raises:
+            CheckpointError: on all ranks: the state of another model, optimizer or scheduler.
+            DataError: on all ranks: the state belongs to other data.
+        """
+        world = self.world
+        if of_rank is None:
+            of_rank = _of_this_rank(state, world.rank)
+        with world.raise_on_all_ranks(f"loading {source}"):
+            self._load_shared(state, of_rank, source, accept_changed)
+        self.step = state["step"]
+        kept = not self.model.choice.options.error_feedback
+        if state["ranks"] != world.size:
+            self.seed_streams()
+        else:
+            with world.raise_on_all_ranks(f"loading {source}"):
+                own = of_rank(world.rank)
+                rng.restore(own["rng"], world.device)
+                kept |= self.model.load_rank_state_dict(own["reduction"])
+        if not world.all(kept):
+            world.log_once(
+                "error feedback starts from nothing: the rounding errors belong to another number or layout of ranks, "
+                "or to another way of reducing"
+            )
+
+    def _load_shared(self, state: dict[str, Any], of_rank: OfRank, source: str, accept_changed: bool) -> None:
+        _check_model(self.model.state_dict(), state["model"], source)
+        # Torch itself takes the state of one class into another, and fails later or goes on wrongly.
+        for part, here in self._classes().items():
+            if state["classes"][part] != here:
+                raise CheckpointError(
+                    f"{source} was made with {part} {state['classes'][part]}, this run has {here}. "
+                    f"Resume with the same, or start a new run."
+                )
+        found = state.get("others", {})
+        if found.keys() != self.others.keys():
+            raise CheckpointError(f"{source} holds {listed(found)} beside the model; here are {listed(self.others)}")
+        self.model.load_state_dict(state["model"])
+        try:
+            keep.restore(self.optimizer, state["optimizer"], lambda rank: of_rank(rank)["optimizer"])
+            if self.scheduler:
+                self.scheduler.load_state_dict(state["scheduler"])
+            for name, other in self.others.items():
+                other.load_state_dict(found[name])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{source} was made with another optimizer or scheduler: {error}") from error
+        accept = {"accept_changed": True} if accept_changed else {}
+        self.loader.load_state_dict(state["loader"], **accept)
+
+    def _classes(self) -> dict[str, str]:
+        """Names of the classes whose state is kept."""
+        scheduler = "none" if self.scheduler is None else type(self.scheduler).__qualname__
+        return {"optimizer": keep.kind(self.optimizer), "scheduler": scheduler}
+
+
+def _of_this_rank(state: dict[str, Any], here: int) -> OfRank:
+    def of_rank(rank: int) -> dict[str, Any]:
+        if rank != here or "rank" not in state:
+            raise CheckpointError(f"the part that rank {rank} had is needed, and not there (of_rank)")
+        own: dict[str, Any] = state["rank"]
+        return own
+
+    return of_rank
+
+
+def _check_model(expected: dict[str, Tensor], found: dict[str, Tensor], source: str) -> None:
+    """Raises CheckpointError, naming the first difference, for the state of another model."""
+    advice = "Resume with the model it was made with, or start a new run."
+    for name in [*expected, *found]:
+        if name not in found:
+            raise CheckpointError(f"{source} is of another model: it has no {name!r}. {advice}")
+        if name not in expected:
+            raise CheckpointError(f"{source} is of another model: this one has no {name!r}. {advice}")
+        if expected[name].shape != found[name].shape or expected[name].dtype != found[name].dtype:
+            raise CheckpointError(
+                f"{source} is of another model: {name!r} is {_kind(found[name])} there and "
+                f"{_kind(expected[name])} here. {advice}"
+            )
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype}"
