@@ -1,155 +1,114 @@
-"""The reduction of a model's gradients: its buckets and its reducer, after backward or while it runs.
+"""The reduction of a model's gradients, from autograd's hooks through buckets and reducer to their mean."""
 
-While backward runs, a helper thread makes the calls, on communicators of its own. Non-blocking collectives of the
-training thread would not help: they progress only when somebody calls MPI.
-"""
-
-import queue
-import threading
+import logging
 import time
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
+from mpidp.errors import LaunchError, MpidpError
 from mpidp.reduce.buckets import Bucket, Buckets
-from mpidp.reduce.exchange import SIXTEEN_BITS
+from mpidp.reduce.choice import Choice
+from mpidp.reduce.exchange import SIXTEEN_BITS, Residuals
+from mpidp.reduce.hooks import Hooks
+from mpidp.reduce.overlap import Overlap
 from mpidp.reduce.reducer import Reducer
 from mpidp.reduce.transport import as_real
 from mpidp.world.collectives import share_error
 from mpidp.world.status import status
+from mpidp.world.topology import Topology, make_topology
 from mpidp.world.world import World
 
-# A thread inside a collective that another rank has left never ends; the job is being aborted then.
-END_TIMEOUT_S = 10.0
+log = logging.getLogger("mpidp")
 
-Job = tuple[Bucket, torch.cuda.Event | None]
-
-
-class Overlap:
-    """The helper thread. It ends by `close`, or when nobody holds this object any more.
-
-    Args:
-        reduce: a method that packs, reduces and unpacks one bucket; called in the thread, its object held weakly.
-        device: where the buckets are.
-    """
-
-    def __init__(self, reduce: Callable[[Bucket], None], device: torch.device):
-        self._device = device
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._jobs: queue.Queue[Job | None] = queue.Queue()
-        # A running thread keeps what it holds: it must not hold this object, nor the one whose method it calls.
-        self._errors: list[BaseException] = []
-        given = (self._jobs, self._errors, weakref.WeakMethod(reduce), device, self._stream)
-        self._thread = threading.Thread(target=_run, args=given, name="mpidp-reduce", daemon=True)
-        self._thread.start()
-        self._end = weakref.finalize(self, _end, self._jobs, self._thread)
-
-    def submit(self, bucket: Bucket) -> None:
-        """Hands over a bucket whose gradients are complete, or queued on the current stream."""
-        ready: torch.cuda.Event | None = None
-        if self._stream is not None:
-            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ready.record(torch.cuda.current_stream(self._device))
-        self._jobs.put((bucket, ready))
-
-    def wait(self) -> None:
-        """Returns when everything handed over is reduced; the current stream goes on after it.
-
-        Raises:
-            BaseException: what the thread met.
-        """
-        self._jobs.join()
-        if self._errors:
-            # The other ranks wait in a collective that the thread left: uncaught, this ends the job.
-            raise self._errors.pop()
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
-
-    def close(self) -> None:
-        """Ends the thread."""
-        self._end()
-
-
-def _end(jobs: "queue.Queue[Job | None]", thread: threading.Thread) -> None:
-    """Ends the thread, at the latest when the interpreter goes: one that still runs then would crash it."""
-    jobs.put(None)
-    # The collector may run this in any thread, also in the one that is to end.
-    if thread is not threading.current_thread():
-        thread.join(END_TIMEOUT_S)
-
-
-def _run(
-    jobs: "queue.Queue[Job | None]",
-    errors: list[BaseException],
-    reduce: "weakref.WeakMethod[Callable[[Bucket], None]]",
-    device: torch.device,
-    stream: torch.cuda.Stream | None,
-) -> None:
-    if stream is not None:
-        torch.cuda.set_device(device)
-    with torch.no_grad(), torch.cuda.stream(stream):
-        while (job := jobs.get()) is not None:
-            bucket, ready = job
-            if ready is not None:
-                ready.wait()  # this thread's stream waits, not the thread
-            method = reduce()
-            try:
-                if method is not None and not errors:
-                    with status.working("reduce a bucket"):
-                        method(bucket)
-            except BaseException as error:
-                errors.append(error)
-            del method
-            jobs.task_done()
+# Ten times what a thread switch costs; with a longest pause of a millisecond, large buckets arrive a fifth later.
+PAUSE_S = 1e-4
 
 
 class Reduction:
-    """The buckets of a model on their way through a reducer, after backward or while it runs.
+    """Reduces gradients when a backward pass ends, or bucket by bucket while it runs. Collective to make.
 
     Either way the buckets are reduced one after the other, in one order on all ranks, by the same calls, so that
     overlap changes no bit of the result.
 
     Attributes:
-        buckets: the gradients.
+        world: the ranks.
+        buckets: the gradients; from `start` on, as are `reducer`, `hooks` and `residuals`.
+        reducer: what sums them.
+        hooks: call this object.
+        residuals: rounding errors of 16-bit communication.
+        reduces: whether a backward pass that ends now is reduced, or only accumulates.
+        pending: gradients were accumulated that are not the mean yet.
+        dropped: how often such were given up, by `zero_grad()`; whoever compares it over ranks sets it to 0.
         seconds: how long the training thread has been in `finish` so far, packing, reducing or waiting.
 
     Args:
         world: the ranks.
-        named: what to reduce, name and parameter, in the order in which backward finishes them.
-        reducer: the strategy.
+        choice: the reducer.
         bucket_bytes: size aimed at for one bucket.
         overlap: reduce buckets in a helper thread while backward goes on.
         check_finite: raise, on all ranks, when a gradient is infinite or NaN before it is summed.
     """
 
-    def __init__(
-        self,
-        world: World,
-        named: Sequence[tuple[str, nn.Parameter]],
-        reducer: Reducer,
-        bucket_bytes: int,
-        overlap: bool,
-        check_finite: bool,
-    ):
-        self._world = world
-        self._names = [name for name, _ in named]
-        self._check_finite = check_finite
-        self.reducer = reducer
-        self.buckets = Buckets([parameter for _, parameter in named], bucket_bytes, reducer.allocate)
+    buckets: Buckets
+    reducer: Reducer
+    hooks: Hooks
+    residuals: Residuals
+
+    def __init__(self, world: World, choice: Choice, bucket_bytes: int, overlap: bool, check_finite: bool):
+        self.world, self._choice, self._bucket_bytes = world, choice, bucket_bytes
+        self._overlaps, self._check_finite = overlap, check_finite
+        self.reduces, self.pending = True, False
+        self.dropped = 0
         self.seconds = 0.0
+        self._has_gradients = False  # in what is pending
         self._error: Exception | None = None
+        self._make_topology()
+
+    def start(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Makes buckets for gradients and watches for them. Collective.
+
+        Args:
+            named: name and parameter, in the order in which backward finishes them.
+        """
+        self._names = [name for name, _ in named]
+        self.residuals = Residuals()
+        # A helper thread that waits for the network must leave the core to backward.
+        pause_s = PAUSE_S if self._overlaps and self.world.device.type == "cpu" else 0.0
+        options = replace(self._choice.options, pause_s=pause_s, residuals=self.residuals)
+        self.reducer = replace(self._choice, options=options).make(self._reducing_world)
+        self.buckets = Buckets([parameter for _, parameter in named], self._bucket_bytes, self.reducer.allocate)
         self._bucket_of = {
             slot.parameter: number for number, bucket in enumerate(self.buckets.buckets) for slot in bucket.layout.slots
         }
-        self._sent = 0  # buckets handed to the helper thread in this pass
-        self._missing: list[set[int]] = []  # of each bucket, the parameters it waits for
-        self._overlap = Overlap(self._reduce, world.device) if overlap else None
-        if overlap:
-            self._begin()
+        self._overlap = Overlap(self._reduce, self.world.device) if self._overlaps else None
+        self._await_all()
+        self.hooks = Hooks(self.buckets.parameters, self, tell_ready=self._overlaps)
+
+    def stop(self) -> None:
+        """Takes hooks, thread and buckets away and gives the parameters gradients of their own. Not collective."""
+        self.abandon()
+        self.buckets.release()
+        self.reducer.close()
+
+    def abandon(self) -> None:
+        """Ends hooks and helper thread only."""
+        self.hooks.remove()
+        if self._overlap is not None:
+            self._overlap.close()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all gradients are the mean over ranks, as far as their memory tells."""
+        return not self.pending and all(map(self.buckets.is_in_bucket, range(len(self.buckets.parameters))))
+
+    def begin_pass(self) -> None:
+        """A backward pass has come to its first parameter."""
+        if self._has_gradients and all(parameter.grad is None for parameter in self.buckets.parameters):
+            self.dropped += 1
+            self._has_gradients = False
 
     def expect(self, index: int) -> None:
         """A gradient of parameter `index` is about to be accumulated.
@@ -163,13 +122,35 @@ class Reduction:
                 f"backward pass, after its bucket had been sent (nested backward passes do this, as in reentrant "
                 f"activation checkpointing): use overlap=False, or checkpoint with use_reentrant=False."
             )
+        self._has_gradients = True
         self.buckets.expect(index)
 
-    def ready(self, index: int) -> None:
-        """Parameter `index` is complete in a pass that will reduce: hands over what is now complete. Overlap only."""
+    def ready(self, index: int, task: int) -> None:
+        """Parameter `index` has all the gradient that pass `task` has for it, be it none. With overlap only."""
+        if not self._will_reduce(task):
+            return
         self._missing[self._bucket_of[index]].discard(index)
         while self._sent < len(self._missing) and not self._missing[self._sent]:
             self._send()
+
+    def end_pass(self, task: int) -> None:
+        """Backward pass `task` is over. Collective, if it is reduced."""
+        self.pending = True
+        if self._will_reduce(task):
+            self.reduce()
+
+    def fail_pass(self) -> None:
+        """A backward pass failed half-way; its exception is on its way to the user, who may catch it."""
+        if not self._sent:
+            return
+        try:  # the other ranks wait for all buckets of this pass
+            self.reduce(MpidpError("a backward pass failed half-way, when some gradients were on their way already"))
+        except Exception as error:  # the user's own exception is on its way
+            log.info("%s", error)
+
+    def reduce(self, failure: Exception | None = None) -> None:
+        """Reduces the gradients there are. Collective."""
+        self.finish(failure)
 
     def finish(self, failure: Exception | None = None, place: Sequence[int] = ()) -> bool:
         """All gradients are there: returns when they are the mean over ranks. Collective.
@@ -184,47 +165,32 @@ class Reduction:
         Raises:
             Exception: on all ranks, the failure of the lowest rank that has one.
         """
-        with status.during("reduce"):
-            return self._finish(failure, place)
-
-    def _finish(self, failure: Exception | None, place: Sequence[int]) -> bool:
         start = time.perf_counter()
-        if self._overlap is None:
-            with torch.no_grad():
-                for bucket in self.buckets.buckets:
-                    self._reduce(bucket)
-        else:
-            while self._sent < len(self._missing):
-                self._send()
-            self._overlap.wait()
-            self._begin()
-        # Neither a helper thread nor a rank that has no gradients can raise here by itself.
-        error, self._error = failure or self._error, None
-        note = f"on rank {self._world.rank} of {self._world.size} ({self._world.host}), after step {status.step:,}"
-        are_same = share_error(self._world.topology.comm, error, note, place)
+        with status.during("reduce"):
+            self.pending = self._has_gradients = False
+            if self._overlap is None:
+                with torch.no_grad():
+                    for bucket in self.buckets.buckets:
+                        self._reduce(bucket)
+            else:
+                while self._sent < len(self._missing):
+                    self._send()
+                self._overlap.wait()
+                self._await_all()
+            # Neither a helper thread nor a rank that has no gradients can raise here by itself.
+            error, self._error = failure or self._error, None
+            world = self.world
+            note = f"on rank {world.rank} of {world.size} ({world.host}), after step {status.step:,}"
+            are_same = share_error(self._reducing_world.topology.comm, error, note, place)
         self.seconds += time.perf_counter() - start
         return are_same
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether some bucket of this pass is on its way, so that the other ranks wait for all of them."""
-        return self._sent > 0
+    def _will_reduce(self, task: int) -> bool:
+        return self.reduces and status.accumulating_pass != task
 
-    def abandon(self) -> None:
-        """Ends the helper thread when a rank has died; its communicator was revoked, so it waits for nothing."""
-        if self._overlap is not None:
-            self._overlap.close()
-
-    def close(self) -> None:
-        """Ends the helper thread and gives the parameters gradients of their own. Not collective."""
-        if self._overlap is not None:
-            self._overlap.close()
-        self.buckets.release()
-        self.reducer.close()
-
-    def _begin(self) -> None:
+    def _await_all(self) -> None:
         """No bucket of the next pass is sent, and all parameters are missing."""
-        self._sent = 0
+        self._sent = 0  # buckets handed to the helper thread in this pass
         self._missing = [{slot.parameter for slot in bucket.layout.slots} for bucket in self.buckets.buckets]
 
     def _send(self) -> None:
@@ -257,6 +223,23 @@ class Reduction:
             if wrong:
                 raise FloatingPointError(
                     f"the gradient of {self._names[slot.parameter]} is infinite or NaN in {wrong:,} of "
-                    f"{view.numel():,} elements on rank {self._world.rank} ({self._world.host}), before it was summed "
+                    f"{view.numel():,} elements on rank {self.world.rank} ({self.world.host}), before it was summed "
                     f"with the other ranks'. Look at this rank's samples and at the learning rate."
                 )
+
+    def _make_topology(self) -> None:
+        """A helper thread needs communicators that nobody else calls, that of another wrapper included. Collective."""
+        self._own_topology: Topology | None = None
+        self._reducing_world = self.world
+        if self._overlaps:
+            if not self.world.all(self.world.threads_may_call):
+                raise LaunchError(
+                    "overlap=True needs MPI_THREAD_MULTIPLE, which this MPI was not started with: call mpidp.init() "
+                    "before anything else starts MPI, or use overlap=False"
+                )
+            self._own_topology = make_topology(self.world.comm)
+            self._reducing_world = replace(self.world, topology=self._own_topology)
+
+    def _free_topology(self) -> None:
+        if self._own_topology is not None:
+            self._own_topology.free()

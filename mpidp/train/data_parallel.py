@@ -332,17 +332,17 @@ class DataParallel(nn.Module):
     @property
     def buckets(self) -> Buckets:
         """The flat gradient buffers."""
-        return self._sync.reduction.buckets
+        return self._sync.buckets
 
     @property
     def reducer(self) -> Reducer:
         """The strategy that sums the buckets."""
-        return self._sync.reduction.reducer
+        return self._sync.reducer
 
     @property
     def reduce_s(self) -> float:
         """Seconds that the training thread has spent so far in reducing, or in waiting for it."""
-        return self._sync.reduction.seconds
+        return self._sync.seconds
 
     def _end_step(self) -> None:
         """Notes that an optimizer has stepped, if one has: what came before it stays, whatever happens."""

@@ -7,8 +7,8 @@ to have them reduced first.
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,10 +21,18 @@ from mpidp.printable import listed
 from mpidp.reduce.buckets import Buckets
 from mpidp.world.world import World
 
+if TYPE_CHECKING:
+    from mpidp.train.gradient_sync import GradientSync
+
 WRAP_ANEW = (
     "Change the model first (new layers, adapters, parametrizations, load_state_dict(assign=True)), then wrap it and "
     "make the optimizer; of a wrapped one: model = mpidp.DataParallel(model.unwrap(), world)."
 )
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    """All that it holds."""
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 class StepCheck:
@@ -55,30 +63,29 @@ class StepCheck:
             MpidpError: it holds one of the module, with a gradient, that the wrapper does not know.
         """
         numbers, unknown = [], []
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                index = self._index.get(id(parameter))
-                if index is not None:
-                    numbers.append(index)
-                elif parameter.grad is not None and parameter not in self._foreign:
-                    unknown.append(parameter)
+        for parameter in parameters_of(optimizer):
+            index = self._index.get(id(parameter))
+            if index is not None:
+                numbers.append(index)
+            elif parameter.grad is not None and parameter not in self._foreign:
+                unknown.append(parameter)
         if unknown:
             self._check_foreign(unknown)
         return numbers
 
     def holds_any(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer holds some parameter of the module."""
-        return any(id(parameter) in self._index for group in optimizer.param_groups for parameter in group["params"])
+        return any(id(parameter) in self._index for parameter in parameters_of(optimizer))
 
-    def astray(self, numbers: Sequence[int]) -> list[int]:
+    def elsewhere(self, numbers: Sequence[int]) -> list[int]:
         """Those of these parameters whose gradients do not lie in their buckets."""
         return [index for index in numbers if not self._buckets.is_in_bucket(index)]
 
-    def was_set_by_hand(self, optimizer: torch.optim.Optimizer, astray: Sequence[int]) -> bool:
+    def was_set_by_hand(self, optimizer: torch.optim.Optimizer, elsewhere: Sequence[int]) -> bool:
         """Whether there are gradients that came by no backward pass since this optimizer stepped last."""
         if self._has_reduced and optimizer not in self._stepped:
             return False
-        return bool(astray) or (bool(self._versions) and self._versions != self._present())
+        return bool(elsewhere) or (bool(self._versions) and self._versions != self._present())
 
     def check_untouched(self) -> None:
         """Raises MpidpError if accumulated gradients were changed before they were reduced, as by clipping."""
@@ -123,49 +130,34 @@ class StepCheck:
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class StepListener(Protocol):
-    """Who wants to know."""
-
-    def on_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Arguments | None:
-        """An optimizer, anybody's, is about to step; returns its arguments, if changed."""
-
-    def on_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """It has stepped."""
-
-    def prepare_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Its gradients are about to be unscaled and looked at for infinities."""
+_syncs: list[weakref.ref["GradientSync"]] = []  # in the order in which they were made, the same on all ranks
 
 
-_listeners: list[weakref.ref[StepListener]] = []  # in the order in which they were made, the same on all ranks
-
-
-def watch_steps(listener: StepListener) -> None:
-    """Calls a listener before and after each step of any optimizer, as long as somebody holds it."""
+def watch_steps(sync: "GradientSync") -> None:
+    """Has it called before and after each step of any optimizer, as long as somebody holds it."""
     _install()
-    _listeners.append(weakref.ref(listener, _listeners.remove))
+    _syncs.append(weakref.ref(sync, _syncs.remove))
 
 
-def unwatch_steps(listener: StepListener) -> None:
+def unwatch_steps(sync: "GradientSync") -> None:
     """Ends it."""
-    _listeners[:] = [each for each in _listeners if each() is not listener]
+    _syncs[:] = [each for each in _syncs if each() is not sync]
 
 
-def _living() -> list[StepListener]:
-    return [listener for each in list(_listeners) if (listener := each()) is not None]
+def _living() -> list["GradientSync"]:
+    return [sync for each in list(_syncs) if (sync := each()) is not None]
 
 
 def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     changed: Arguments | None = None
-    for listener in _living():
-        changed = listener.on_step(optimizer, args, kwargs) or changed
+    for sync in _living():
+        changed = sync.before_step(optimizer, args, kwargs) or changed
     return changed
 
 
 def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for listener in _living():
-        listener.on_stepped(optimizer)
+    for sync in _living():
+        sync.after_step(optimizer)
 
 
 def mean_loss(world: World, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
@@ -204,8 +196,8 @@ def _install() -> None:
 
     @functools.wraps(plain)
     def unscale(self: GradScaler, optimizer: torch.optim.Optimizer, *args: Any) -> Any:
-        for listener in _living():
-            listener.prepare_gradients(optimizer)
+        for sync in _living():
+            sync.prepare_gradients(optimizer)
         return plain(self, optimizer, *args)
 
     GradScaler._unscale_grads_ = unscale  # type: ignore[method-assign,assignment]

@@ -46,7 +46,7 @@ def test_buckets_leave_before_backward_is_over(world: mpidp.World) -> None:
     model = mpidp.DataParallel(small_model(), world, reducer="flat", bucket_bytes=8, overlap=True)
     sent: list[int] = []
     first = next(model.module.parameters())
-    handle = first.register_hook(lambda gradient: sent.append(model._sync.reduction._sent))
+    handle = first.register_hook(lambda gradient: sent.append(model._sync._sent))
     x, y = (share(world, part) for part in batch(0))
     (model(x) - y).square().mean().backward()
     handle.remove()

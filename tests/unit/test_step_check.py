@@ -24,7 +24,7 @@ class Case:
         self.check.reduced()
 
     def by_hand(self) -> bool:
-        return self.check.was_set_by_hand(self.optimizer, self.check.astray(self.check.held(self.optimizer)))
+        return self.check.was_set_by_hand(self.optimizer, self.check.elsewhere(self.check.held(self.optimizer)))
 
 
 @pytest.fixture
@@ -33,11 +33,11 @@ def case() -> Case:
 
 
 def test_reduced_gradients_may_be_stepped(case: Case) -> None:
-    """Behaviour 51: nothing is astray, and clipping in place changes nothing of that."""
+    """Behaviour 51: nothing is elsewhere, and clipping in place changes nothing of that."""
     case.reduce()
     torch.nn.utils.clip_grad_norm_(case.module.parameters(), 1e-3)
     assert case.check.held(case.optimizer) == [0, 1, 2, 3]
-    assert case.check.astray(range(4)) == [] and not case.by_hand()
+    assert case.check.elsewhere(range(4)) == [] and not case.by_hand()
 
 
 @pytest.mark.parametrize("move", ["data", "assign", "channels_last", "set_"])
@@ -56,14 +56,14 @@ def test_a_gradient_that_left_its_bucket_is_known_by_its_memory(case: Case, move
         case.module.to(memory_format=torch.channels_last)
     else:
         parameter.grad.set_(torch.ones_like(parameter.grad))  # type: ignore[call-overload]
-    assert case.check.astray(range(4)) == [2]
+    assert case.check.elsewhere(range(4)) == [2]
     assert not case.by_hand(), "it was reduced before it was moved"
     case.buckets.take_in(2)
-    assert case.check.astray(range(4)) == []
+    assert case.check.elsewhere(range(4)) == []
     assert parameter.grad is not None and bool((parameter.grad == 1).all())
     parameter.grad = None
     case.buckets.expect(2)  # the next backward pass comes to the bucket again
-    assert case.check.astray(range(4)) == []
+    assert case.check.elsewhere(range(4)) == []
 
 
 @pytest.mark.parametrize("in_place", [False, True])
