@@ -37,8 +37,8 @@ class Training:
         self.inside_s = 0.0
         sync = self.model._sync
         sync.replicas.check = self._timed(sync.replicas.check)  # type: ignore[method-assign]
-        sync.on_step = self._timed(sync.on_step)  # type: ignore[method-assign]
-        sync.on_stepped = self._timed(sync.on_stepped)  # type: ignore[method-assign]
+        sync.before_step = self._timed(sync.before_step)  # type: ignore[method-assign]
+        sync.after_step = self._timed(sync.after_step)  # type: ignore[method-assign]
         self.is_checked = True
 
     def step(self, is_checked: bool) -> None:
