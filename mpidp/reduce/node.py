@@ -16,8 +16,8 @@ from torch import Tensor
 
 from mpidp.reduce.buckets import ALIGNMENT_BYTES, Bucket, BucketLayout, plain_buffers
 from mpidp.reduce.exchange import SIXTEEN_BITS, pieces
-from mpidp.reduce.reducer import ReducerOptions
-from mpidp.reduce.transport import Transports, as_real, transports_of_all
+from mpidp.reduce.reducer import Reducer, ReducerOptions
+from mpidp.reduce.transport import Transport, as_real
 from mpidp.world.shared_memory import SharedWindow
 from mpidp.world.world import World
 
@@ -25,6 +25,8 @@ log = logging.getLogger("mpidp")
 
 # A block of the first rank's segment stays in the second-level cache from the addition to the division.
 BLOCK_BYTES = 512 << 10
+# Below this the two barriers cost more than MPI's own Allreduce takes.
+SMALL_BYTES = 128 << 10
 
 
 class NodeMean:
@@ -49,8 +51,8 @@ class NodeMean:
         self._pause_s = options.pause_s
         self._wide = torch.empty(2, block_bytes // torch.float32.itemsize, dtype=torch.float32)
         if self._several_nodes and topology.lane_comm is not None:
-            self._lane_of_sums = Transports(topology.lane_comm, options, world.size, across_nodes=True)
-            self._lane_of_means = Transports(topology.lane_comm, options, topology.num_nodes, across_nodes=True)
+            self._lane_of_sums = Transport(topology.lane_comm, options, world.size, across_nodes=True)
+            self._lane_of_means = Transport(topology.lane_comm, options, topology.num_nodes, across_nodes=True)
         # What makes a node's sum its share of the mean over nodes, with few or many ranks a node.
         self._share = topology.num_nodes / world.size
         self._window = SharedWindow(topology.node_comm, num_bytes)
@@ -81,13 +83,13 @@ class NodeMean:
         if not self._several_nodes:
             for block in self._blocks(parts[0]):
                 self._add([part[block] for part in parts], divide_by=self._local_size)
-                self._hand_out([part[block] for part in parts])
+                _hand_out([part[block] for part in parts])
             return
         narrow = parts[0].dtype in SIXTEEN_BITS
         for block in self._blocks(parts[0]):
             self._add([part[block] for part in parts], divide_by=1 / self._share if narrow else 1)
         (self._lane_of_means if narrow else self._lane_of_sums).mean(parts[0])
-        self._hand_out(parts)
+        _hand_out(parts)
 
     def _add(self, parts: list[Tensor], divide_by: float) -> None:
         """Adds all parts into the first; 16-bit numbers in float32, rounded once."""
@@ -103,12 +105,13 @@ class NodeMean:
             total.add_(term.copy_(part))  # torch would widen into new memory
         parts[0].copy_(total.div_(divide_by))
 
-    def _hand_out(self, parts: list[Tensor]) -> None:
-        for part in parts[1:]:
-            part.copy_(parts[0])
-
     def _blocks(self, part: Tensor) -> Iterator[slice]:
         return pieces(part.numel(), max(part.element_size(), torch.float32.itemsize), self._block_bytes)
+
+
+def _hand_out(parts: list[Tensor]) -> None:
+    for part in parts[1:]:
+        part.copy_(parts[0])
 
 
 def make_node_mean(world: World, options: ReducerOptions, num_bytes: int) -> NodeMean | None:
@@ -131,32 +134,21 @@ def make_node_mean(world: World, options: ReducerOptions, num_bytes: int) -> Nod
     return made
 
 
-# Below this the two barriers cost more than MPI's own Allreduce takes.
-SMALL_BYTES = 128 << 10
-
-
-class NodeReducer:
+class NodeReducer(Reducer):
     """Keeps the buckets in one window of the node and sums them there. For gradients in host memory."""
 
     def __init__(self, world: World, options: ReducerOptions):
-        self._world = world
-        self._options = options
-        self._whole = transports_of_all(world, options)
+        super().__init__(world, options)
+        self._whole = Transport.of_all(world, options)
         self._calls: dict[Bucket, Callable[[], None]] = {}
         self._shared: NodeMean | None = None
         self._starts: dict[int, int] = {}  # address of a bucket to be summed in shared memory -> its start there
 
     def allocate(self, layouts: Sequence[BucketLayout], device: torch.device) -> list[Tensor]:
         """One window for all buckets. Collective. Plain memory where there is nobody to share it with, or no room."""
-        if (
-            not self._options.share_memory
-            or self._world.topology.max_local_size == 1
-            or device.type != "cpu"
-            or not layouts
-        ):
-            return plain_buffers(layouts, device)
         starts, num_bytes = _place(layouts)
-        self._shared = make_node_mean(self._world, self._options, num_bytes)
+        if self._options.share_memory and self._world.topology.max_local_size > 1 and device.type == "cpu" and layouts:
+            self._shared = make_node_mean(self._world, self._options, num_bytes)
         if self._shared is None:
             return plain_buffers(layouts, device)
         flats = [

@@ -4,11 +4,15 @@ A reducer replaces each bucket by its mean over the ranks. The strategies differ
 specification that the others are tested against.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from mpidp.reduce.buckets import Allocate, Bucket
+import torch
+from torch import Tensor
+
+from mpidp.reduce.buckets import Bucket, BucketLayout, plain_buffers
 from mpidp.reduce.exchange import Residuals
+from mpidp.world.world import World
 
 # Across a network. With a library that sends a large buffer in one go, every hop waits for the whole of it; pieces of a
 # mebibyte keep all links busy at once.
@@ -37,18 +41,27 @@ class ReducerOptions:
     residuals: Residuals | None = field(default=None, repr=False, compare=False)
 
 
-class Reducer(Protocol):
-    """The strategy that sums buckets over ranks."""
+class Reducer:
+    """The strategy that sums buckets over ranks. Making one may be collective.
 
-    @property
-    def allocate(self) -> Allocate:
-        """Where the memory of the buckets comes from, of the kind that this strategy likes. May be collective."""
+    Args:
+        world: the ranks.
+        options: how it is to work.
+    """
 
-    def close(self) -> None:
-        """Lets go of what `allocate` took: it is given back with the last tensor that looks there. Not collective."""
+    def __init__(self, world: World, options: ReducerOptions):
+        self._world, self._options = world, options
+
+    def allocate(self, layouts: Sequence[BucketLayout], device: torch.device) -> list[Tensor]:
+        """Zeroed memory for the buckets, of the kind that this strategy likes. May be collective."""
+        return plain_buffers(layouts, device)
 
     def mean(self, bucket: Bucket) -> None:
         """Replaces `bucket.flat` by its mean over the ranks, in place. Collective, in the same order on every rank.
 
         When it returns, work queued on the current stream afterwards sees the mean.
         """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Lets go of what `allocate` took: it is given back with the last tensor that looks there. Not collective."""

@@ -13,12 +13,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mpidp.reduce.buckets import Bucket, plain_buffers
+from mpidp.reduce.buckets import Bucket
 from mpidp.reduce.exchange import pieces, sent_dtype
 from mpidp.reduce.node import NodeMean, make_node_mean
-from mpidp.reduce.reducer import ReducerOptions
-from mpidp.reduce.transport import as_real, transports_of_all
+from mpidp.reduce.reducer import Reducer, ReducerOptions
+from mpidp.reduce.transport import Transport, as_real
 from mpidp.world.world import World
+
+# Large enough for the full bandwidth of the bus and of shared memory, small enough that the first piece is down, and
+# the reduction can begin, soon.
+STAGE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -112,12 +116,7 @@ class CopyStreams:
         self._events[step.action, step.piece] = event
 
 
-# Large enough for the full bandwidth of the bus and of shared memory, small enough that the first piece is down, and
-# the reduction can begin, soon.
-STAGE_BYTES = 4 << 20
-
-
-class StagedReducer:
+class StagedReducer(Reducer):
     """Copies pieces of the bucket to the host, reduces them there and copies the means back, all three at once.
 
     With several ranks a node the host buffers lie in node-shared memory and are summed there. With 16-bit communication
@@ -126,12 +125,10 @@ class StagedReducer:
     Construction is collective.
     """
 
-    allocate = staticmethod(plain_buffers)
-
     def __init__(self, world: World, options: ReducerOptions, stage_bytes: int = STAGE_BYTES):
-        self._options = options
+        super().__init__(world, options)
         self._stage_bytes = stage_bytes
-        self._transports = transports_of_all(world, options)
+        self._transport = Transport.of_all(world, options)
         self._shared: NodeMean | None = None
         self._on_gpu = on_gpu = world.device.type == "cuda"
         if options.share_memory and world.topology.max_local_size > 1:
@@ -174,7 +171,7 @@ class StagedReducer:
 
     def _reduce(self, buffer: int, host: Tensor) -> None:
         if self._shared is None:
-            self._transports.mean(host)
+            self._transport.mean(host)
         else:
             self._shared.mean(buffer * self._stage_bytes, host.numel(), host.dtype)
 

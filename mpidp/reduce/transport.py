@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,85 +30,27 @@ Array = NDArray[np.floating[Any]]
 IN_FLIGHT = 4
 
 
-class Allreduce:
-    """Sum, then division. Allocates nothing but requests once a buffer is prepared.
-
-    Args:
-        comm: the communicator.
-        piece_bytes: the largest buffer given to one MPI call; 0 for what suits.
-        count: what the sum is divided by.
-        across_nodes: keep several pieces under way at once, by non-blocking calls (in host memory only: they are not
-            safe on device memory).
-        pause_s: how long to sleep between two looks at the network.
-    """
-
-    def __init__(self, comm: MPI.Intracomm, piece_bytes: int, count: int, across_nodes: bool, pause_s: float):
-        self.comm = comm
-        self.piece_bytes = piece_bytes
-        self.count = count
-        self.across_nodes = across_nodes
-        self.pause_s = pause_s
-
-    def prepare(self, flat: Tensor) -> Callable[[], None]:
-        """What replaces a float32 or float64 tensor (host, or device if MPI takes it) by its mean; collective.
-
-        The tensor is cut and wrapped for MPI here, once, which takes as long as summing a small one does.
-        """
-        # Pieces help where several are under way. Blocking calls, as on a device, are best few and large.
-        suitable = PIECE_BYTES if self.across_nodes and not flat.is_cuda else MAX_PIECE_BYTES
-        parts = [flat[p] for p in pieces(flat.numel(), flat.element_size(), self.piece_bytes or suitable)]
-        if flat.is_cuda:
-            return partial(self._mean_on_device, parts, flat)
-        arrays = [part.numpy() for part in parts]
-        return partial(self._mean_in_flight if self.across_nodes else self._mean, arrays, flat.numpy())
-
-    def _mean_on_device(self, parts: list[Tensor], flat: Tensor) -> None:
-        synchronize_stream(flat)
-        for part in parts:
-            self.comm.Allreduce(MPI.IN_PLACE, part, MPI.SUM)
-        flat.div_(self.count)
-
-    def _mean(self, arrays: list[Array], flat: Array) -> None:
-        for array in arrays:
-            self.comm.Allreduce(MPI.IN_PLACE, array, MPI.SUM)
-        np.divide(flat, self.count, out=flat)  # for a small array in half the time of torch's
-
-    def _mean_in_flight(self, arrays: list[Array], flat: Array) -> None:
-        under_way: deque[MPI.Request] = deque()
-        for array in arrays:
-            if len(under_way) == IN_FLIGHT:
-                wait(under_way.popleft(), self.pause_s)
-            under_way.append(self.comm.Iallreduce(MPI.IN_PLACE, array, MPI.SUM))
-        for request in under_way:
-            wait(request, self.pause_s)
-        np.divide(flat, self.count, out=flat)
-
-
-class Transport(Protocol):
-    """A way to the mean over a communicator."""
-
-    def prepare(self, flat: Tensor) -> Callable[[], None]:
-        """What replaces a contiguous real tensor by its mean, in place, the same bits on every rank; collective."""
-
-
-class Transports:
-    """The transport that suits each dtype, made when first needed.
+class Transport:
+    """The mean over a communicator, by MPI's own Allreduce, or for 16 bits by the exchange.
 
     Args:
         comm: the communicator.
         options: piece size, comm_dtype, error feedback.
         count: of how many contributions each tensor given to `mean` holds a partial sum, over the whole communicator;
             its size, unless the ranks of a node were added before.
-        across_nodes: whether the communicator crosses a network.
+        across_nodes: whether the communicator crosses a network. Then several pieces are kept under way at once, by
+            non-blocking calls (in host memory only: they are not safe on device memory).
     """
 
     def __init__(self, comm: MPI.Intracomm, options: ReducerOptions, count: int, across_nodes: bool):
-        self._comm = comm
-        self._across_nodes = across_nodes
-        self._count = count
-        self._options = options
-        self._made: dict[torch.dtype, Transport] = {}
+        self._comm, self._options, self._count, self._across_nodes = comm, options, count, across_nodes
+        self._exchanges: dict[torch.dtype, Exchange] = {}
         self._prepared: dict[tuple[int, int, torch.dtype], Callable[[], None]] = {}
+
+    @staticmethod
+    def of_all(world: World, options: ReducerOptions) -> "Transport":
+        """Means over all ranks of a world."""
+        return Transport(world.topology.comm, options, world.size, world.num_nodes > 1)
 
     def mean(self, flat: Tensor) -> None:
         """Replaces a contiguous one-dimensional tensor by its mean over the communicator, in place. Collective.
@@ -122,12 +64,16 @@ class Transports:
         call()
 
     def prepare(self, flat: Tensor) -> Callable[[], None]:
-        """What does so, for whoever keeps it. Not collective; calling it is."""
+        """What does so, for whoever keeps it. Not collective; calling it is, and allocates nothing but requests."""
         real = as_real(flat)
         travels = sent_dtype(real.dtype, self._options.comm_dtype)
-        if travels not in self._made:
-            self._made[travels] = self._make(travels)
-        call = self._made[travels].prepare(real)
+        if travels not in SIXTEEN_BITS:
+            return self._prepare_allreduce(real)
+        if travels not in self._exchanges:
+            piece_bytes, pause_s = self._options.piece_bytes or PIECE_BYTES, self._options.pause_s
+            exchange = Exchange(self._comm, travels, piece_bytes, self._count, self._across_nodes, pause_s)
+            self._exchanges[travels] = exchange
+        call = self._exchanges[travels].prepare(real)
         if travels == real.dtype or not self._options.error_feedback:
             return call
         feedback = ErrorFeedback(real, travels, self._comm.size / self._count)
@@ -140,16 +86,37 @@ class Transports:
 
         return compensate_and_call
 
-    def _make(self, travels: torch.dtype) -> Transport:
-        asked, pause_s = self._options.piece_bytes, self._options.pause_s
-        if travels in SIXTEEN_BITS:
-            return Exchange(self._comm, travels, asked or PIECE_BYTES, self._count, self._across_nodes, pause_s)
-        return Allreduce(self._comm, asked, self._count, self._across_nodes, pause_s)
+    def _prepare_allreduce(self, flat: Tensor) -> Callable[[], None]:
+        """The tensor is cut and wrapped for MPI here, once, which takes as long as summing a small one does."""
+        # Pieces help where several are under way. Blocking calls, as on a device, are best few and large.
+        suitable = PIECE_BYTES if self._across_nodes and not flat.is_cuda else MAX_PIECE_BYTES
+        piece_bytes = self._options.piece_bytes or suitable
+        parts = [flat[piece] for piece in pieces(flat.numel(), flat.element_size(), piece_bytes)]
+        if flat.is_cuda:
+            return partial(self._mean_on_device, parts, flat)
+        arrays = [part.numpy() for part in parts]
+        return partial(self._mean_in_flight if self._across_nodes else self._mean, arrays, flat.numpy())
 
+    def _mean_on_device(self, parts: list[Tensor], flat: Tensor) -> None:
+        synchronize_stream(flat)
+        for part in parts:
+            self._comm.Allreduce(MPI.IN_PLACE, part, MPI.SUM)
+        flat.div_(self._count)
 
-def transports_of_all(world: World, options: ReducerOptions) -> Transports:
-    """Means over all ranks of a world."""
-    return Transports(world.topology.comm, options, world.size, world.num_nodes > 1)
+    def _mean(self, arrays: list[Array], flat: Array) -> None:
+        for array in arrays:
+            self._comm.Allreduce(MPI.IN_PLACE, array, MPI.SUM)
+        np.divide(flat, self._count, out=flat)  # for a small array in half the time of torch's
+
+    def _mean_in_flight(self, arrays: list[Array], flat: Array) -> None:
+        under_way: deque[MPI.Request] = deque()
+        for array in arrays:
+            if len(under_way) == IN_FLIGHT:
+                wait(under_way.popleft(), self._options.pause_s)
+            under_way.append(self._comm.Iallreduce(MPI.IN_PLACE, array, MPI.SUM))
+        for request in under_way:
+            wait(request, self._options.pause_s)
+        np.divide(flat, self._count, out=flat)
 
 
 def as_real(flat: Tensor) -> Tensor:
