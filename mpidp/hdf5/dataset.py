@@ -73,8 +73,8 @@ class Storage:
 
     @cached_property
     def row_bytes(self) -> int:
-        """Bytes of a row where `is_row_wise`, once filters are undone."""
-        return self.chunk_bytes // self.block_rows
+        """Bytes of a stored sample, once filters are undone."""
+        return int(np.prod(self.row_shape, dtype=np.int64)) * self.dtype.itemsize
 
     @cached_property
     def block_bytes(self) -> int:
@@ -180,7 +180,7 @@ class DataSet:
         """Return the number of rows that the loader of this data set takes."""
         return self.num_rows if self.num_selected is None else self.num_selected
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         """Rows of all files together."""
         return sum(file.num_rows for file in self.files)

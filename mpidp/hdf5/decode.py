@@ -1,4 +1,4 @@
-"""Reading and decoding rows of a file without HDF5, given its `Storage`.
+"""Stored values of rows, read and decoded without HDF5 from where their `Storage` says.
 
 Everything that takes time here - reading, inflating, copying - releases Python's lock, so threads decode side by
 side. Each thread works in buffers of its own, and keeps a few descriptors: a data set may have more files than a
@@ -12,7 +12,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -23,7 +22,45 @@ from mpidp.errors import DataError
 from mpidp.hdf5.dataset import Storage
 from mpidp.hdf5.filters import Bytes, Scratch, undo
 
+Array = npt.NDArray[Any]
+Convert = Callable[[Array, Array], None]
+T = TypeVar("T")
+
 _MOST_AT_ONCE = 2**30  # Linux reads at most 2 GiB less a page in one call
+# Chunks that lie closer than this are read together: a seek costs more than reading what is between.
+_GAP_BYTES = 64 * 2**10
+_MOST_TOGETHER_BYTES = 8 * 2**20
+
+_TRANSIENT = {errno.EIO, errno.ESTALE, errno.EINTR}
+_BACK_OFF_S = (0.1, 0.4, 1.6)
+
+
+def retried(
+    action: Callable[[], T], failure: OSError | None = None, before_again: Callable[[], None] | None = None
+) -> T:
+    """Return action(), called again a few times, with pauses, after an I/O error that may pass.
+
+    failure: of an attempt that was already made. before_again: called before each further attempt.
+    """
+    for pause_s in _BACK_OFF_S:
+        try:
+            if failure is not None:
+                raise failure
+            return action()
+        except OSError as error:
+            if error_number(error) not in _TRANSIENT:
+                raise
+            failure = None
+        time.sleep(pause_s)
+        if before_again is not None:
+            before_again()
+    return action()
+
+
+def error_number(error: OSError) -> int | None:
+    """Return the system's error number; HDF5 often only writes it into its text."""
+    written = re.search(r"errno = (\d+)", str(error))
+    return error.errno or (int(written.group(1)) if written else None)
 
 
 class RawFiles:
@@ -80,25 +117,6 @@ def _fill(descriptor: int, path: str, offset: int, into: Bytes) -> None:
         done += count
 
 
-Array = npt.NDArray[Any]
-
-# Chunks that lie closer than this are read together: a seek costs more than reading what is between.
-_GAP_BYTES = 64 * 2**10
-_MOST_TOGETHER_BYTES = 8 * 2**20
-
-
-@dataclass(frozen=True)
-class Stored:
-    """Values (n, ...) of rows [start, start + n) as they are stored; valid until the next are asked for.
-
-    `in_place` is set where they lie in the memory that was given for them.
-    """
-
-    start: int
-    values: Array
-    in_place: bool
-
-
 class _Buffers(threading.local):
     def __init__(self) -> None:
         self.scratch = Scratch()
@@ -116,51 +134,64 @@ class _Buffers(threading.local):
 class Decoder:
     """Reads and decodes rows; may be used by several threads."""
 
-    def __init__(self, files: RawFiles) -> None:
-        self._files = files
+    def __init__(self) -> None:
+        self._files = RawFiles()
         self._buffers = _Buffers()
 
-    def rows(self, storage: Storage, start: int, stop: int, into: Bytes | None = None) -> Iterator[Stored]:
-        """Yield rows [start, stop) of `storage` in one or more parts, in order.
+    def read(self, storage: Storage, start: int, stop: int, into: Array, convert: Convert, in_place: bool) -> None:
+        """Fill `into` (stop - start, ...) with rows [start, stop) of `storage`, at least one.
 
-        With `into`, room for just their bytes, whole blocks are decoded in place where they can be; the
-        yielded values then lie in it. Raises OSError and `DataError`, which name the place in the file.
+        `convert(values, part)` fills a part of `into` with stored values (n, ...). With `in_place`, `into` has room
+        for just the stored bytes, and whatever can be decoded straight into it is not converted.
+
+        Raises OSError and `DataError`, which name the place in the file.
         """
+        room = into.reshape(-1).view(np.uint8) if in_place else None
         offset = _raw_offset(storage, start, stop)
         if offset >= 0:
-            values = self._raw_rows(storage, offset, stop - start, into)
-            yield Stored(start, values, into is not None and not storage.inline)
+            if room is not None and not storage.inline:
+                self._files.read(storage.path, offset, room)
+            else:
+                convert(self._raw_rows(storage, offset, stop - start), into)
             return
         first, last = start // storage.block_rows, (stop - 1) // storage.block_rows
-        if into is not None and len(into) == storage.chunk_bytes and storage.is_row_wise and first == last:
-            # The usual case, a whole chunk for which there is just room, without the cost of the others.
-            yield Stored(start, self._chunk(storage, first, 0, self._raw_chunk(storage, first), into), True)
-            return
         for block, raw in self._raw_blocks(storage, first, last):
             begin = block * storage.block_rows
-            target = _place(storage, block, start, stop, into)
-            values = self._block(storage, block, raw, target)
-            low, high = max(start, begin), min(stop, begin + storage.block_height(block))
-            yield Stored(low, values[low - begin : high - begin], target is not None)
+            end = begin + storage.block_rows
+            if room is not None and start <= begin and end <= stop:
+                place = (begin - start) * storage.row_bytes
+                self._block(storage, block, raw, room[place : place + storage.block_rows * storage.row_bytes])
+                continue
+            values = self._block(storage, block, raw, None)
+            low, high = max(start, begin), min(stop, end)
+            convert(values[low - begin : high - begin], into[low - start : high - start])
 
-    def _raw_rows(self, storage: Storage, offset: int, count: int, into: Bytes | None) -> Array:
+    def close(self) -> None:
+        """Close all files. Reading opens them again."""
+        self._files.close()
+
+    def _raw_rows(self, storage: Storage, offset: int, count: int) -> Array:
         num_bytes = count * storage.row_bytes
         if storage.inline:
             raw = np.frombuffer(storage.inline, np.uint8)[offset : offset + num_bytes]
         else:
-            raw = self._buffers.room("raw", num_bytes) if into is None else into
+            raw = self._buffers.room("raw", num_bytes)
             self._files.read(storage.path, offset, raw)
         return raw.view(storage.dtype).reshape(count, *storage.row_shape)
 
     def _raw_blocks(self, storage: Storage, first: int, last: int) -> Iterator[tuple[int, list[Bytes | None]]]:
         """Yield (block, bytes of each of its tiles as stored), reading neighbours together."""
-        block = first
+        tiles, block = storage.tiles_per_block, first
         while block <= last:
-            count = self._blocks_together(storage, block, last)
-            offsets = storage.offsets[block : block + count].ravel()
-            sizes = storage.sizes[block : block + count].ravel()
-            pieces = self._read_near(storage.path, offsets, sizes)
-            tiles = storage.tiles_per_block
+            count = 1
+            if block < last:
+                ends = np.cumsum(storage.sizes[block : last + 1].sum(axis=1))
+                count = max(1, int(np.searchsorted(ends, _MOST_TOGETHER_BYTES, side="right")))
+            if count * tiles == 1:  # the usual case, without the cost of the others
+                pieces = [self._raw_chunk(storage, block)]
+            else:
+                offsets, sizes = storage.offsets[block : block + count], storage.sizes[block : block + count]
+                pieces = self._read_near(storage.path, offsets.ravel(), sizes.ravel())
             for number in range(count):
                 yield block + number, pieces[number * tiles : (number + 1) * tiles]
             block += count
@@ -173,11 +204,6 @@ class Decoder:
         raw = self._buffers.room("raw", size)
         self._files.read(storage.path, offset, raw)
         return raw
-
-    @staticmethod
-    def _blocks_together(storage: Storage, block: int, last: int) -> int:
-        sizes = storage.sizes[block : last + 1].sum(axis=1)
-        return max(1, int(np.searchsorted(np.cumsum(sizes), _MOST_TOGETHER_BYTES, side="right")))
 
     def _read_near(self, path: str, offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> list[Bytes | None]:
         """Return the bytes at each offset, None at offset -1, by as few reads as their places allow."""
@@ -200,8 +226,7 @@ class Decoder:
         if storage.is_row_wise:
             return self._chunk(storage, block, 0, raw[0], into)
         height = storage.block_rows
-        num_bytes = height * int(np.prod(storage.row_shape, dtype=np.int64)) * storage.dtype.itemsize
-        room = self._buffers.room("block", num_bytes) if into is None else into
+        room = self._buffers.room("block", height * storage.row_bytes) if into is None else into
         values = room.view(storage.dtype).reshape(height, *storage.row_shape)
         for tile, (within_row, within_chunk) in enumerate(storage.tiles()):
             chunk = np.moveaxis(self._chunk(storage, block, tile, raw[tile], None), storage.axis, 0)
@@ -209,27 +234,25 @@ class Decoder:
         return values
 
     def _chunk(self, storage: Storage, block: int, tile: int, raw: Bytes | None, into: Bytes | None) -> Array:
+        """Return the values of a chunk, in its own shape; `raw` are its stored bytes, None of one never written."""
         if raw is None:
             room = self._buffers.scratch.buffer(storage.chunk_bytes) if into is None else into
             values = room.view(storage.dtype).reshape(storage.chunk)
             values[...] = np.frombuffer(storage.fill, storage.dtype)
             return values
+        mask = 0 if storage.masks is None else int(storage.masks[block, tile])
+        rest = storage.filters, mask, storage.chunk_bytes, self._buffers.scratch, into
         try:
-            decoded = self._undo(storage, block, tile, raw, into)
+            decoded = undo(raw, *rest)
         except DataError:
             # Some network file systems deliver a wrong page once in a while: what is wrong twice is damaged.
-            raw = np.empty_like(raw)
-            self._files.read(storage.path, int(storage.offsets[block, tile]), raw)
-            decoded = self._undo(storage, block, tile, raw, into)
+            offset, again = int(storage.offsets[block, tile]), np.empty_like(raw)
+            self._files.read(storage.path, offset, again)
+            try:
+                decoded = undo(again, *rest)
+            except DataError as error:
+                raise DataError(f"chunk at byte {offset} of {storage.path}: {error}") from error
         return decoded.view(storage.dtype).reshape(storage.chunk)
-
-    def _undo(self, storage: Storage, block: int, tile: int, raw: Bytes, into: Bytes | None) -> Bytes:
-        mask = 0 if storage.masks is None else int(storage.masks[block, tile])
-        try:
-            return undo(raw, storage.filters, mask, storage.chunk_bytes, self._buffers.scratch, into)
-        except DataError as error:
-            place = f"chunk at byte {storage.offsets[block, tile]} of {storage.path}"
-            raise DataError(f"{place}: {error}") from error
 
 
 def _raw_offset(storage: Storage, start: int, stop: int) -> int:
@@ -244,15 +267,6 @@ def _raw_offset(storage: Storage, start: int, stop: int) -> int:
     return offset + inside * storage.row_bytes if offset >= 0 and size == storage.chunk_bytes else -1
 
 
-def _place(storage: Storage, block: int, start: int, stop: int, into: Bytes | None) -> Bytes | None:
-    """Return where in `into`, which holds rows [start, stop), a whole block lies; None if it does not fit there."""
-    begin = block * storage.block_rows
-    if into is None or begin < start or begin + storage.block_rows > stop:
-        return None
-    row_bytes = len(into) // (stop - start)
-    return into[(begin - start) * row_bytes : (begin - start + storage.block_rows) * row_bytes]
-
-
 def _runs(offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
     """Return ranges [a, b) of ascending pieces that are near each other."""
     if not len(offsets):
@@ -260,37 +274,3 @@ def _runs(offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> list[
     breaks = np.flatnonzero(offsets[1:] - (offsets + sizes)[:-1] > _GAP_BYTES) + 1
     edges = [0, *breaks.tolist(), len(offsets)]
     return list(pairwise(edges))
-
-
-T = TypeVar("T")
-
-_TRANSIENT = {errno.EIO, errno.ESTALE, errno.EINTR}
-_BACK_OFF_S = (0.1, 0.4, 1.6)
-
-
-def retried(
-    action: Callable[[], T], failure: OSError | None = None, before_again: Callable[[], None] | None = None
-) -> T:
-    """Return action(), called again a few times, with pauses, after an I/O error that may pass.
-
-    failure: of an attempt that was already made. before_again: called before each further attempt.
-    """
-    for pause_s in _BACK_OFF_S:
-        try:
-            if failure is not None:
-                raise failure
-            return action()
-        except OSError as error:
-            if error_number(error) not in _TRANSIENT:
-                raise
-            failure = None
-        time.sleep(pause_s)
-        if before_again is not None:
-            before_again()
-    return action()
-
-
-def error_number(error: OSError) -> int | None:
-    """Return the system's error number; HDF5 often only writes it into its text."""
-    written = re.search(r"errno = (\d+)", str(error))
-    return error.errno or (int(written.group(1)) if written else None)

@@ -14,18 +14,17 @@ from itertools import pairwise
 
 import numpy as np
 
-from mpidp.hdf5.cache import Cache
 from mpidp.hdf5.dataset import Rows
 from mpidp.hdf5.order.keyed import IntArray
 from mpidp.hdf5.order.plan import LanePlan, Piece
-from mpidp.hdf5.read import PieceReader
+from mpidp.hdf5.read import Cache, RowReader
 from mpidp.world.status import status
 
 
 class GroupStore:
     """Room for `count` groups of up to `capacity` rows in one block of memory, and the threads that fill it."""
 
-    def __init__(self, reader: PieceReader, pool: Executor, count: int, capacity: int) -> None:
+    def __init__(self, reader: RowReader, pool: Executor, count: int, capacity: int) -> None:
         self._reader = reader
         self._pool = pool
         self.capacity = capacity
@@ -163,7 +162,7 @@ class RowGatherer:
     Where nothing is encoded, just the rows that are needed are read. `room` gives memory for the rows of a chunk.
     """
 
-    def __init__(self, reader: PieceReader, most_bytes: int, keep_all: bool, room: Callable[[int], Rows]) -> None:
+    def __init__(self, reader: RowReader, most_bytes: int, keep_all: bool, room: Callable[[int], Rows]) -> None:
         self._reader = reader
         self._room = room
         self._edges = np.concatenate(([0], np.cumsum(reader.selection.chunk_rows)))

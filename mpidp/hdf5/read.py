@@ -1,4 +1,4 @@
-"""Reading rows of a chunk as batches hold them.
+"""Rows of a chunk as batches hold them: the one way from the bytes of a file to their values.
 
 Rows are decoded without HDF5 where `locate` found that they can be, and read by HDF5, one thread at a time, where
 not. Both ways give the same values.
@@ -7,33 +7,34 @@ not. Both ways give the same values.
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from mpidp.errors import DataError, MpidpError
-from mpidp.hdf5.cache import Cache
-from mpidp.hdf5.convert_values import Converter, narrow_to_bfloat16
-from mpidp.hdf5.dataset import DataSet, Rows, Storage
-from mpidp.hdf5.decode import Decoder, RawFiles, retried
-from mpidp.hdf5.field import Field
-from mpidp.hdf5.files.file import open_apart
-from mpidp.hdf5.files.types import HDF5_ERRORS, read_rows
+from mpidp.errors import DataError
+from mpidp.hdf5.convert_values import Converter
+from mpidp.hdf5.dataset import DataSet, Rows
+from mpidp.hdf5.decode import Decoder
+from mpidp.hdf5.files.plain import PlainReader
 from mpidp.hdf5.filters import DEFLATE, inflater
 from mpidp.hdf5.order.keyed import IntArray
 from mpidp.hdf5.order.plan import Piece
 from mpidp.hdf5.order.split import Part, Split
 
+Array = npt.NDArray[Any]
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
 CACHE_BYTES = 64 * 2**20
 LARGE_ROW_BYTES = 64 * 2**10  # from here on a read of a single row is worth its cost
 _SMALL_RANGE_BYTES = 64 * 2**10
 _MOST_CUTS = 64
-_LEAST_HDF5_CACHE_BYTES = 8 * 2**20
-_MOST_HDF5_CACHE_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -55,41 +56,101 @@ class Selection:
         return self.split.rows(piece.chunk, self.part)[piece.start : piece.stop]
 
 
-class PieceReader:
-    """Reads pieces: selected rows [start, stop) of a chunk; for any number of threads."""
+class RowReader:
+    """Reads selected rows of chunks, for any number of threads of the process that made it.
+
+    cache_bytes: decoded blocks that are taller than the ranges in which rows are read are kept up to this size.
+    """
 
     def __init__(self, selection: Selection, cache_bytes: int = CACHE_BYTES) -> None:
         self.selection = selection
+        self._dataset = dataset = selection.dataset
         self._heights = selection.chunk_rows
-        self._rows = RowReader(selection.dataset, cache_bytes)
-        dataset = selection.dataset
-        self._single = [reads_single_rows(dataset, file, cache_bytes) for file in range(len(dataset.files))]
+        self._cache_bytes = cache_bytes
+        self._decoder = Decoder()
+        self._plain = PlainReader(dataset)
+        self._plain_lock = threading.Lock()
+        self._converters = [
+            [
+                Converter(field, dataset.decoders.get(field.name), packing)
+                for field, packing in zip(dataset.fields, file.packings, strict=True)
+            ]
+            for file in dataset.files
+        ]
+        # By file, field, and block; block -1 is a whole small field, which stays.
+        self._cache: Cache[tuple[int, int, int], Array] = Cache(cache_bytes, lambda array: array.nbytes)
+        self._held: dict[tuple[int, int], Array] = {}
+        files, fields = range(len(dataset.files)), range(len(dataset.fields))
+        self._small = [[_is_small(dataset, file, number, cache_bytes) for number in fields] for file in files]
+        self._single = [reads_single_rows(dataset, file, cache_bytes) for file in files]
         self._spans = threading.local()
+        self._pid = os.getpid()
 
     def read(self, piece: Piece, into: Rows) -> None:
-        """Fill `into`, which has room for just the rows of `piece`."""
+        """Fill `into`, which has room for just the rows of `piece`: selected rows [start, stop) of a chunk.
+
+        Raises `DataError` naming file, dataset and rows when they cannot be read, when a value does not fit,
+        and in a process forked from the one that made this reader.
+        """
         if piece.start == piece.stop:
             return
+        if os.getpid() != self._pid:
+            raise DataError(
+                f"this reader was made in process {self._pid} and is used in its fork {os.getpid()}; files and "
+                "threads shared over a fork give wrong data: read in threads, or make the loader in the child"
+            )
         # The rest of a chunk that is cut between lanes will be wanted too.
         is_cut = piece.stop - piece.start < self._heights[piece.chunk]
         if self.selection.split is not None:
             self._read_selected(piece, into, is_cut)
             return
-        self._read_run(int(self.selection.dataset.chunk_starts[piece.chunk]) + piece.start, into, is_cut)
+        self._read_run(int(self._dataset.chunk_starts[piece.chunk]) + piece.start, into, is_cut)
+
+    def read_field(self, file: int, number: int, start: int, stop: int, into: Array, is_cut: bool = False) -> None:
+        """Fill `into` (stop - start, *shape) with rows [start, stop), at least one, of field `number` of a file.
+
+        With `is_cut`, other rows of the same block will be asked for, so it is decoded once and kept if it fits.
+        """
+        try:
+            if self._small[file][number]:
+                into[...] = self._whole(file, number)[start:stop]
+            elif self._keeps(file, number, is_cut):
+                self._read_kept(file, number, start, stop, into)
+            else:
+                self._read_anew(file, number, start, stop, into)
+        except (DataError, OSError) as error:
+            path, name = self._dataset.files[file].path, self._dataset.fields[number].dataset
+            raise DataError(f'{path}: dataset "{name}", rows {start} to {stop - 1}: {error}') from error
+
+    def reads_single_rows(self, chunk: int) -> bool:
+        """Whether rows of a chunk may be read one by one at no cost but that of the reads."""
+        file, _ = self._dataset.file_of(int(self._dataset.chunk_starts[chunk]))
+        return self._single[file]
+
+    def empty(self, count: int) -> Rows:
+        """Return room for `count` rows."""
+        return Rows.empty(self._dataset.fields, count)
+
+    def close(self) -> None:
+        """Close all files. Reading opens them again."""
+        self._held.clear()
+        self._decoder.close()
+        with self._plain_lock:
+            self._plain.close()
 
     def _read_run(self, first: int, into: Rows, is_cut: bool) -> None:
         """Fill `into` with rows from `first` on, counted over all files, straight from their place in the file."""
         count = len(into.numbers)
         into.numbers[:] = np.arange(first, first + count)
-        file, start = self.selection.dataset.file_of(first)
-        for number, field in enumerate(self.selection.dataset.fields):
-            self._rows.read(file, number, start, start + count, into.fields[field.name], is_cut)
+        file, start = self._dataset.file_of(first)
+        for number, field in enumerate(self._dataset.fields):
+            self.read_field(file, number, start, start + count, into.fields[field.name], is_cut)
 
     def _read_selected(self, piece: Piece, into: Rows, is_cut: bool) -> None:
         """Fill `into` with the selected rows of a piece: run by run, or by one read of the span they lie in."""
-        rows = self.selection.dataset.chunk_starts[piece.chunk] + self.selection.offsets(piece)
+        rows = self._dataset.chunk_starts[piece.chunk] + self.selection.offsets(piece)
         breaks = np.flatnonzero(np.diff(rows) != 1) + 1
-        is_large = self.selection.dataset.row_bytes >= LARGE_ROW_BYTES
+        is_large = self._dataset.row_bytes >= LARGE_ROW_BYTES
         if not len(breaks) or (is_large and self.reads_single_rows(piece.chunk)):
             for a, b in pairwise([0, *breaks.tolist(), len(rows)]):
                 self._read_run(int(rows[a]), into.view(a, b), is_cut)
@@ -105,147 +166,52 @@ class PieceReader:
             span = self._spans.rows = self.empty(count)
         return span.view(0, count)
 
-    def reads_single_rows(self, chunk: int) -> bool:
-        """Whether rows of a chunk may be read one by one at no cost but that of the reads."""
-        file, _ = self.selection.dataset.file_of(int(self.selection.dataset.chunk_starts[chunk]))
-        return self._single[file]
-
-    def empty(self, count: int) -> Rows:
-        """Return room for `count` rows."""
-        return Rows.empty(self.selection.dataset.fields, count)
-
-    def close(self) -> None:
-        """Close all files."""
-        self._rows.close()
-
-
-Array = npt.NDArray[Any]
-
-
-class RowReader:
-    """Reads rows of a `DataSet`, for any number of threads of the process that made it.
-
-    cache_bytes: decoded blocks that are taller than the ranges in which rows are read are kept up to this size.
-    """
-
-    def __init__(self, dataset: DataSet, cache_bytes: int = CACHE_BYTES) -> None:
-        self._dataset = dataset
-        self._cache_bytes = cache_bytes
-        self._files = RawFiles()
-        self._decoder = Decoder(self._files)
-        self._by_hdf5 = Reader(dataset)
-        self._hdf5_lock = threading.Lock()
-        self._converters = [
-            [
-                Converter(field, dataset.decoders.get(field.name), packing)
-                for field, packing in zip(dataset.fields, file.packings, strict=True)
-            ]
-            for file in dataset.files
-        ]
-        self._cache: Cache[tuple[int, int, int], Array] = Cache(cache_bytes, lambda array: array.nbytes)
-        self._held: dict[tuple[int, int], Array] = {}
-        self._small_lock = threading.Lock()
-        self._ways = [
-            [self._way(file, number) for number in range(len(dataset.fields))] for file in range(len(dataset.files))
-        ]
-        self._pid = os.getpid()
-
-    def read(self, file: int, number: int, start: int, stop: int, into: Array, is_cut: bool = False) -> None:
-        """Fill `into` (stop - start, *shape) with rows [start, stop), at least one, of field `number` of a file.
-
-        With `is_cut`, other rows of the same block will be asked for, so it is decoded once and kept if it fits.
-
-        Raises `DataError` naming file, dataset and rows when they cannot be read, when a value does not fit,
-        and in a process forked from the one that made this reader.
-        """
-        if os.getpid() != self._pid:
-            raise DataError(
-                f"this reader was made in process {self._pid} and is used in its fork {os.getpid()}; files and "
-                "threads shared over a fork give wrong data: read in threads, or make the loader in the child"
-            )
-        held = self._held.get((file, number))
-        if held is None and self._ways[file][number] == "small":
-            held = self._small(file, number)
-        if held is None:
-            self._read_named(file, number, start, stop, into, is_cut)
-        else:
-            into[...] = held[start:stop]
-
-    def _read_named(self, file: int, number: int, start: int, stop: int, into: Array, is_cut: bool = False) -> None:
-        try:
-            self._read(file, number, start, stop, into, is_cut)
-        except (DataError, OSError) as error:
-            path, name = self._dataset.files[file].path, self._dataset.fields[number].dataset
-            raise DataError(f'{path}: dataset "{name}", rows {start} to {stop - 1}: {error}') from error
-
-    def _read(self, file: int, number: int, start: int, stop: int, into: Array, is_cut: bool) -> None:
-        storage = self._dataset.files[file].storages[number]
-        if storage is None:
-            self._read_by_hdf5(file, number, start, stop, into)
-        elif self._ways[file][number] == "kept" or (is_cut and self._is_worth_keeping(storage)):
-            self._read_kept(file, number, storage, start, stop, into)
-        else:
-            self._decode(file, number, storage, start, stop, into)
-
-    def close(self) -> None:
-        """Close all files. Reading opens them again."""
-        self._held.clear()
-        self._files.close()
-        with self._hdf5_lock:
-            self._by_hdf5.close()
-
-    def _is_worth_keeping(self, storage: Storage) -> bool:
-        """Whether a block that is cut between lanes is decoded, and small beside what may be kept."""
-        return not storage.is_raw and storage.block_bytes <= self._cache_bytes // _MOST_CUTS
-
-    def _way(self, file: int, number: int) -> str:
-        small = _is_small(self._dataset, file, number, self._cache_bytes)
-        return "small" if small else "kept" if self._serves_several(file, number) else "direct"
-
-    def _serves_several(self, file: int, number: int) -> bool:
-        """Whether a block is in several ranges, so that it is decoded once and kept, if it fits."""
+    def _keeps(self, file: int, number: int, is_cut: bool) -> bool:
+        """Whether a block is decoded once and kept: it is in several ranges and fits, or is cut, and small."""
         stored = self._dataset.files[file]
         storage = stored.storages[number]
-        if storage is None or storage.is_raw or storage.block_bytes > self._cache_bytes:
+        if storage is None or storage.is_raw:
             return False
-        return stored.range_rows % storage.block_rows != 0
+        several = stored.range_rows % storage.block_rows != 0
+        return (several and storage.block_bytes <= self._cache_bytes) or (
+            is_cut and storage.block_bytes <= self._cache_bytes // _MOST_CUTS
+        )
 
-    def _read_by_hdf5(self, file: int, number: int, start: int, stop: int, into: Array) -> None:
-        with self._hdf5_lock:
-            values = self._by_hdf5.read(file, self._dataset.fields[number], start, stop)
-        self._converters[file][number](values, into)
-
-    def _small(self, file: int, number: int) -> Array:
+    def _whole(self, file: int, number: int) -> Array:
         """Return all rows of a small field of a file."""
-        with self._small_lock:
-            if (file, number) not in self._held:
-                stored, field = self._dataset.files[file], self._dataset.fields[number]
-                values = np.empty((stored.num_rows, *field.shape), field.dtype)
-                self._read_named(file, number, 0, stored.num_rows, values)
-                self._held[file, number] = values
-            return self._held[file, number]
+        held = self._held.get((file, number))
+        if held is None:
+            make = partial(self._made, file, number, 0, self._dataset.files[file].num_rows)
+            held = self._held[file, number] = self._cache.get((file, number, -1), make)
+        return held
 
-    def _read_kept(self, file: int, number: int, storage: Storage, start: int, stop: int, into: Array) -> None:
+    def _read_kept(self, file: int, number: int, start: int, stop: int, into: Array) -> None:
+        storage = self._dataset.files[file].storages[number]
+        assert storage is not None
         for block in range(start // storage.block_rows, (stop - 1) // storage.block_rows + 1):
             begin = block * storage.block_rows
             end = begin + storage.block_height(block)
-            values = self._cache.get((file, number, block), partial(self._made, file, number, storage, begin, end))
+            values = self._cache.get((file, number, block), partial(self._made, file, number, begin, end))
             low, high = max(start, begin), min(stop, end)
             into[low - start : high - start] = values[low - begin : high - begin]
 
-    def _made(self, file: int, number: int, storage: Storage, start: int, stop: int) -> Array:
+    def _made(self, file: int, number: int, start: int, stop: int) -> Array:
         field = self._dataset.fields[number]
         values = np.empty((stop - start, *field.shape), field.dtype)
-        self._decode(file, number, storage, start, stop, values)
+        self._read_anew(file, number, start, stop, values)
         return values
 
-    def _decode(self, file: int, number: int, storage: Storage, start: int, stop: int, into: Array) -> None:
-        direct = self._dataset.fields[number].is_direct and storage.dtype.isnative and into.flags.c_contiguous
-        room = into.reshape(-1).view(np.uint8) if direct else None
-        for part in self._decoder.rows(storage, start, stop, room):
-            if not part.in_place:
-                begin = part.start - start
-                self._converters[file][number](part.values, into[begin : begin + len(part.values)])
+    def _read_anew(self, file: int, number: int, start: int, stop: int, into: Array) -> None:
+        """Read, decode and convert rows: without HDF5 where that can be."""
+        storage, field = self._dataset.files[file].storages[number], self._dataset.fields[number]
+        convert = self._converters[file][number]
+        if storage is not None:
+            in_place = field.is_direct and storage.dtype.isnative and into.flags.c_contiguous
+            self._decoder.read(storage, start, stop, into, convert, in_place)
+            return
+        with self._plain_lock:
+            values = self._plain.read(file, field, start, stop)
+        convert(values, into)
 
 
 def reads_single_rows(dataset: DataSet, file: int, cache_bytes: int = CACHE_BYTES) -> bool:
@@ -264,69 +230,48 @@ def _is_small(dataset: DataSet, file: int, number: int, cache_bytes: int) -> boo
     return fits and dataset.files[file].range_rows * row_bytes <= _SMALL_RANGE_BYTES
 
 
-class Reader:
-    """Reads rows of the files of a `DataSet`. At most `most_open` files are open at a time."""
+class Cache(Generic[Key, Value]):
+    """Keeps values of at most `most_bytes` in sum, those used last; for any number of threads."""
 
-    def __init__(self, dataset: DataSet, most_open: int = 16) -> None:
-        self._dataset = dataset
-        self._most_open = most_open
-        self._open: OrderedDict[int, Any] = OrderedDict()
-        # The datasets of the file read last. HDF5 caches chunks for as long as a dataset is open, and only those
-        # of one file, so that the memory of the caches does not grow with the number of files.
-        self._current = -1
-        self._datasets: dict[str, Any] = {}
-        # Two chunks: a lane may end inside a chunk, and the next lane then finds the rest decoded.
-        largest = max(file.range_rows for file in dataset.files) * max(f.row_bytes for f in dataset.fields)
-        self._cache_bytes = min(max(_LEAST_HDF5_CACHE_BYTES, 2 * largest), _MOST_HDF5_CACHE_BYTES)
+    def __init__(self, most_bytes: int, bytes_of: Callable[[Value], int]) -> None:
+        self._most_bytes = most_bytes
+        self._bytes_of = bytes_of
+        self._kept: OrderedDict[Key, Future[Value]] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
 
-    def read(self, file: int, field: Field, start: int, stop: int) -> npt.NDArray[Any]:
-        """Return rows [start, stop) of a file as an array (stop - start, ...) of stored values.
+    def get(self, key: Key, make: Callable[[], Value]) -> Value:
+        """Return the value of `key`, which `make` returns if it is not kept.
 
-        Of compounds they have the member of the field, if it has one; bfloat16 is its bits in uint16. Raises
-        `DataError` when they cannot be read (after a few attempts where the error may pass).
+        A thread that wants what another is making waits for it. What `make` raises is raised in all of them,
+        and not kept.
         """
+        with self._lock:
+            future = self._kept.get(key)
+            mine = future is None
+            if future is None:
+                future = self._kept[key] = Future()
+            self._kept.move_to_end(key)
+        if mine:
+            self._make(key, future, make)
+        return future.result()
+
+    def _make(self, key: Key, future: "Future[Value]", make: Callable[[], Value]) -> None:
         try:
-            values = retried(lambda: self._read(file, field, start, stop))
-        except MpidpError:
-            raise
-        except HDF5_ERRORS as error:  # KeyError: the file was replaced by one without the dataset
-            raise DataError(f"cannot be read; the file may be damaged. HDF5 says: {error}") from error
-        return narrow_to_bfloat16(values) if field.stored_bfloat16 else values
-
-    def close(self) -> None:
-        """Close all files. Reading opens them again."""
-        for file in list(self._open):
-            self._close(file)
-
-    def _read(self, file: int, field: Field, start: int, stop: int) -> npt.NDArray[Any]:
-        try:
-            if file != self._current:
-                self._turn_to(file)
-            return read_rows(self._datasets[field.name], field.member, field.axis, start, stop)
-        except OSError:
-            # A stale handle stays stale: the next attempt, if any, opens the file anew.
-            self._close(file)
-            raise
-
-    def _turn_to(self, file: int) -> None:
-        self._forget_current()
-        if file not in self._open:
-            while len(self._open) >= self._most_open:
-                self._close(next(iter(self._open)))
-            self._open[file] = open_apart(self._dataset.files[file].path, self._cache_bytes)
-        self._open.move_to_end(file)
-        self._datasets = {field.name: self._open[file][field.dataset] for field in self._dataset.fields}
-        self._current = file
-
-    def _close(self, file: int) -> None:
-        if file == self._current:
-            self._forget_current()
-        if file in self._open:
-            self._open.pop(file).close()
-
-    def _forget_current(self) -> None:
-        self._datasets = {}
-        self._current = -1
+            value = make()
+        except BaseException as error:
+            with self._lock:
+                del self._kept[key]
+            future.set_exception(error)
+            return
+        future.set_result(value)
+        with self._lock:
+            self._bytes += self._bytes_of(value)
+            for oldest in list(self._kept):
+                if self._bytes <= self._most_bytes:
+                    return
+                if self._kept[oldest].done():
+                    self._bytes -= self._bytes_of(self._kept.pop(oldest).result())
 
 
 def decoding(dataset: DataSet) -> str:

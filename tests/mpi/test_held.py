@@ -19,7 +19,7 @@ from mpidp.hdf5.modes.store import SpreadMemory
 from mpidp.hdf5.order.order import Order, PlanRows
 from mpidp.hdf5.order.plan import Piece
 from mpidp.hdf5.order.split import Split
-from mpidp.hdf5.read import PieceReader, Selection
+from mpidp.hdf5.read import RowReader, Selection
 from mpidp.world.remote_memory import Way
 
 Held = NodeMemory | SpreadMemory
@@ -120,7 +120,7 @@ def test_rows_of_a_file(world: mpidp.World, kind: str, mpi_tmp_path: Path) -> No
     world.barrier()
     dataset = world.call_on_root(lambda: describe(path, ("x", "y")))
     selection = Selection(dataset, Split(dataset.chunk_rows, 0.25, 7), "train")
-    reads = PieceReader(selection)
+    reads = RowReader(selection)
     held = KINDS[kind](Contents.of(selection), reads.read, world)
     reads.close()
     order = Order(selection.chunk_rows, 3, 4, 2, 16)

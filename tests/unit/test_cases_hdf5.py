@@ -32,7 +32,7 @@ from mpidp.errors import DataError
 from mpidp.hdf5.field import FieldSpec
 from mpidp.hdf5.files.describe import describe
 from mpidp.hdf5.loader import HDF5Loader
-from mpidp.hdf5.read import RowReader
+from mpidp.hdf5.read import RowReader, Selection
 
 
 def write(path: Path, **datasets: Any) -> Path:
@@ -46,10 +46,10 @@ def all_rows(path: Path | list[Path], field: str | FieldSpec = "x", **options: A
     """Every row of one field, file after file."""
     dataset = describe(path, (field,), **options)
     found = []
-    with closing(RowReader(dataset)) as reader:
+    with closing(RowReader(Selection(dataset))) as reader:
         for number, file in enumerate(dataset.files):
             into = np.empty((file.num_rows, *dataset.fields[0].shape), dataset.fields[0].dtype)
-            reader.read(number, 0, 0, file.num_rows, into)
+            reader.read_field(number, 0, 0, file.num_rows, into)
             found.append(into)
     return np.concatenate(found)
 

@@ -30,7 +30,7 @@ FIELDS = (Field("x", (2,), np.dtype("i8")), Field("y", (), np.dtype("i4")))
 
 @dataclass
 class MadeUpReader:
-    """Stands for `PieceReader`: row i holds x = [i, -i], y = 3 i. Counts how often each row was read."""
+    """Stands for `RowReader`: row i holds x = [i, -i], y = 3 i. Counts how often each row was read."""
 
     chunk_rows: np.ndarray
     read_rows: Counter[int] = field(default_factory=Counter)

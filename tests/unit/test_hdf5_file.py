@@ -1,4 +1,4 @@
-"""What `describe` says of HDF5 files, right and wrong ones, and what `Reader` and `RowReader` read."""
+"""What `describe` says of HDF5 files, right and wrong ones, and what `PlainReader` and `RowReader` read."""
 
 import errno
 import fcntl
@@ -18,7 +18,9 @@ from mpidp.errors import DataError
 from mpidp.hdf5.dataset import DataSet
 from mpidp.hdf5.files import file as file_module
 from mpidp.hdf5.files.describe import check_present, describe
-from mpidp.hdf5.read import Reader, RowReader
+from mpidp.hdf5.files.plain import PlainReader
+from mpidp.hdf5.order.plan import Piece
+from mpidp.hdf5.read import RowReader, Selection
 
 DTYPES = ["?", "i1", "<i2", ">i4", "i8", "u1", ">u2", "u4", "u8", "<f2", ">f4", "f8", "c8", ">c16"]
 STORAGE: dict[str, dict[str, Any]] = {
@@ -44,8 +46,8 @@ def read_rows(dataset: DataSet, start: int, stop: int, number: int = 0) -> np.nd
     """Rows of one field of the first file, as batches hold them."""
     field = dataset.fields[number]
     into = np.empty((stop - start, *field.shape), field.dtype)
-    with closing(RowReader(dataset)) as reader:
-        reader.read(0, number, start, stop, into)
+    with closing(RowReader(Selection(dataset))) as reader:
+        reader.read_field(0, number, start, stop, into)
     return into
 
 
@@ -60,7 +62,7 @@ def test_reads_what_h5py_reads(tmp_path: Path, code: str, storage: str) -> None:
     for start, stop in ((0, 10), (2, 5), (9, 10)):
         np.testing.assert_array_equal(read_rows(dataset, start, stop), values[start:stop])
     assert field.dtype.isnative
-    reader = Reader(dataset)
+    reader = PlainReader(dataset)
     found = reader.read(0, field, 2, 5)
     np.testing.assert_array_equal(found, values[2:5])
     reader.close()
@@ -230,10 +232,10 @@ def test_files_may_differ_in_byte_order_and_layout(tmp_path: Path) -> None:
     second = make(tmp_path / "b.h5", x=(np.arange(3, dtype="<i4"), {"chunks": (2,)}))
     dataset = describe([first, second], ("x",))
     assert dataset.num_rows == 6
-    with closing(RowReader(dataset)) as reader:
+    with closing(RowReader(Selection(dataset))) as reader:
         into = np.empty((2, 3), "i4")
-        reader.read(0, 0, 0, 3, into[0])
-        reader.read(1, 0, 0, 3, into[1])
+        reader.read_field(0, 0, 0, 3, into[0])
+        reader.read_field(1, 0, 0, 3, into[1])
     assert into.tolist() == [[0, 1, 2]] * 2
 
 
@@ -313,7 +315,7 @@ def test_few_files_stay_open(tmp_path: Path) -> None:
     """Behaviour 28: the number of open files is bounded, whatever the number of files."""
     paths = [make(tmp_path / f"{number}.h5", x=[number]) for number in range(9)]
     dataset = describe(paths, ("x",))
-    reader = Reader(dataset, most_open=3)
+    reader = PlainReader(dataset, most_open=3)
     for number in [*range(9), *range(9)]:
         assert reader.read(number, dataset.fields[0], 0, 1).tolist() == [number]
         assert len(_open_descriptors(tmp_path)) <= 3
@@ -358,8 +360,8 @@ def test_errors_that_may_pass(
     dataset = describe(make(tmp_path / "a.h5", x=[5, 6]), ("x",))
     pauses: list[float] = []
     monkeypatch.setattr("mpidp.hdf5.decode.time.sleep", pauses.append)
-    monkeypatch.setattr("mpidp.hdf5.read.open_apart", _Flaky(failures, error))
-    reader = Reader(dataset)
+    monkeypatch.setattr("mpidp.hdf5.files.plain.open_apart", _Flaky(failures, error))
+    reader = PlainReader(dataset)
     if works:
         assert reader.read(0, dataset.fields[0], 0, 1).tolist() == [5]
         assert len(pauses) == failures
@@ -386,7 +388,7 @@ def test_damaged_chunk_is_named(tmp_path: Path) -> None:
 
 def _read_in_child(reader: RowReader, results: Any) -> None:
     try:
-        reader.read(0, 0, 0, 1, np.empty(1, np.int64))
+        reader.read(Piece(0, 0, 1), reader.empty(1))
     except DataError as error:
         results.put(str(error))
     else:
@@ -396,8 +398,8 @@ def _read_in_child(reader: RowReader, results: Any) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_is_refused(tmp_path: Path) -> None:
     """Files and threads shared over a fork give wrong data."""
-    reader = RowReader(describe(make(tmp_path / "a.h5", x=[5, 6]), ("x",)))
-    reader.read(0, 0, 0, 1, np.empty(1, np.int64))
+    reader = RowReader(Selection(describe(make(tmp_path / "a.h5", x=[5, 6]), ("x",))))
+    reader.read(Piece(0, 0, 1), reader.empty(1))
     context = get_context("fork")
     results = context.SimpleQueue()
     child = context.Process(target=_read_in_child, args=(reader, results))

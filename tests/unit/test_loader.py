@@ -22,7 +22,7 @@ from mpidp.hdf5.dataset import Rows
 from mpidp.hdf5.gather import RowGatherer
 from mpidp.hdf5.loader import HDF5Loader
 from mpidp.hdf5.order.order import Shuffle
-from mpidp.hdf5.read import PieceReader
+from mpidp.hdf5.read import RowReader
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 SHUFFLES: tuple[Shuffle, ...] = ("lanes", "full", "none")
@@ -373,7 +373,7 @@ def test_decoded_chunks_of_a_full_shuffle_are_bounded(tmp_path: Path, keep_all: 
     loader = HDF5Loader(tmp_path / "a.h5", ("x",), 10, shuffle="full")
     plan = loader.order.plan(0)
     most_bytes = (7 if keep_all else 3) * 8 * (36_000 + 8)
-    with closing(PieceReader(loader._selection)) as reader:
+    with closing(RowReader(loader._selection)) as reader:
         gatherer = RowGatherer(reader, most_bytes, keep_all, reader.empty)
         for start in range(0, 50, 10):
             indices = np.arange(start, start + 10)

@@ -17,7 +17,7 @@ from mpidp.hdf5.decode import RawFiles
 from mpidp.hdf5.field import FieldSpec
 from mpidp.hdf5.files import locate
 from mpidp.hdf5.files.describe import describe
-from mpidp.hdf5.read import RowReader
+from mpidp.hdf5.read import RowReader, Selection
 
 
 def same_as_h5py(path: Path, spec: FieldSpec | str = "x", **options: Any) -> DataSet:
@@ -27,10 +27,10 @@ def same_as_h5py(path: Path, spec: FieldSpec | str = "x", **options: Any) -> Dat
     with h5py.File(path) as file:
         expected = np.moveaxis(file[field.dataset][()], field.axis, 0)
     rows = dataset.num_rows
-    with closing(RowReader(dataset)) as reader:
+    with closing(RowReader(Selection(dataset))) as reader:
         for start, stop in {(0, rows), (rows // 3, rows), (rows // 2, rows // 2 + 1), (0, max(1, rows - 1))}:
             into = np.empty((stop - start, *field.shape), field.dtype)
-            reader.read(0, 0, start, stop, into)
+            reader.read_field(0, 0, start, stop, into)
             np.testing.assert_array_equal(into, expected[start:stop].astype(field.dtype))
     return dataset
 
@@ -155,8 +155,8 @@ def test_compact_values_need_no_file(tmp_path: Path) -> None:
     dataset = same_as_h5py(path)
     path.unlink()
     into = np.empty((6, 2), "i2")
-    with closing(RowReader(dataset)) as reader:
-        reader.read(0, 0, 0, 6, into)
+    with closing(RowReader(Selection(dataset))) as reader:
+        reader.read_field(0, 0, 0, 6, into)
     np.testing.assert_array_equal(into, np.arange(12).reshape(6, 2))
 
 
@@ -282,8 +282,8 @@ def test_padding_of_strings(tmp_path: Path, padding: str) -> None:
 
     dataset = describe(path, (FieldSpec("x", decode=decode),))
     seen.clear()
-    with closing(RowReader(dataset)) as reader:
-        reader.read(0, 0, 0, 3, np.empty(3))
+    with closing(RowReader(Selection(dataset))) as reader:
+        reader.read_field(0, 0, 0, 3, np.empty(3))
     assert seen == expected
 
 
@@ -343,8 +343,8 @@ def test_a_writer_in_the_same_process(tmp_path: Path, flush: bool) -> None:
         x[40_000:50_000] = 7
         dataset = describe(tmp_path / "a.h5", ("x",))
         into = np.empty(100_000)
-        with closing(RowReader(dataset)) as reader:
-            reader.read(0, 0, 0, 100_000, into)
+        with closing(RowReader(Selection(dataset))) as reader:
+            reader.read_field(0, 0, 0, 100_000, into)
         np.testing.assert_array_equal(into, x[:])
 
 
@@ -373,8 +373,8 @@ def test_rows_behind_four_gibibytes(tmp_path: Path) -> None:
     dataset = describe(path, ("x",))
     assert dataset.files[0].slow == ("",)
     into = np.empty((2, 2**20), "u1")
-    with closing(RowReader(dataset)) as reader:
-        reader.read(0, 0, 4997, 4999, into)
+    with closing(RowReader(Selection(dataset))) as reader:
+        reader.read_field(0, 0, 4997, 4999, into)
     np.testing.assert_array_equal(into, [np.zeros(2**20), np.arange(2**20) % 251])
 
 
@@ -418,13 +418,13 @@ def test_read_errors_that_may_pass(
     monkeypatch.setattr("mpidp.hdf5.decode.os.open", lambda *a: opened.append(a) or real_open(*a))
     monkeypatch.setattr("mpidp.hdf5.decode.time.sleep", pauses.append)
     into = np.empty(10, "i8")
-    with closing(RowReader(dataset)) as reader:
+    with closing(RowReader(Selection(dataset))) as reader:
         if works:
-            reader.read(0, 0, 0, 10, into)
+            reader.read_field(0, 0, 0, 10, into)
             assert into.tolist() == list(range(10)) and len(opened) == failures + 1 == len(pauses) + 1
         else:
             with pytest.raises(DataError, match=r'a\.h5: dataset "x", rows 0 to 9: \[Errno 5\]'):
-                reader.read(0, 0, 0, 10, into)
+                reader.read_field(0, 0, 0, 10, into)
             assert len(pauses) <= 3
 
 
@@ -444,6 +444,6 @@ def test_a_page_that_was_wrong_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("mpidp.hdf5.decode.os.preadv", read)
     into = np.empty(10, "i8")
-    with closing(RowReader(dataset)) as reader:
-        reader.read(0, 0, 0, 10, into)
+    with closing(RowReader(Selection(dataset))) as reader:
+        reader.read_field(0, 0, 0, 10, into)
     assert into.tolist() == list(range(10)) and turns[0] >= 2

@@ -12,7 +12,7 @@ import pytest
 
 from mpidp.hdf5.field import FieldSpec
 from mpidp.hdf5.files.describe import describe
-from mpidp.hdf5.read import RowReader
+from mpidp.hdf5.read import RowReader, Selection
 
 FILTERS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -98,11 +98,11 @@ def test_equals_h5py(tmp_path: Path, part: int) -> None:
         dataset = describe(path, (FieldSpec("x", axis=axis),))
         assert bool(dataset.files[0].slow[0]) == (filters == "blosc2"), dataset.files[0].slow
         field = dataset.fields[0]
-        with h5py.File(path) as file, closing(RowReader(dataset, 0 if number % 2 else 2**20)) as reader:
+        with h5py.File(path) as file, closing(RowReader(Selection(dataset), 0 if number % 2 else 2**20)) as reader:
             expected = np.moveaxis(file["x"][()], axis, 0)
             for start, stop in {(0, rows), (rows // 2, rows), (rows - 1, rows), (0, max(1, rows // 3))}:
                 into = np.empty((stop - start, *field.shape), field.dtype)
-                reader.read(0, 0, start, stop, into)
+                reader.read_field(0, 0, start, stop, into)
                 np.testing.assert_array_equal(
                     into, expected[start:stop], err_msg=f"{filters}, {code}, {layout}, {axis}"
                 )
@@ -122,9 +122,9 @@ def test_without_chunks(tmp_path: Path, code: str) -> None:
             h5py.Dataset(h5py.h5d.create(file.id, b"compact", kind, space, plist))[...] = values
         dataset = describe(tmp_path / f"{number}.h5", ("contiguous", "compact"))
         assert dataset.files[0].slow == ("", "")
-        with closing(RowReader(dataset)) as reader:
+        with closing(RowReader(Selection(dataset))) as reader:
             for place, field in enumerate(dataset.fields):
                 for start, stop in {(0, rows), (rows // 2, rows)}:
                     into = np.empty((stop - start, 3), field.dtype)
-                    reader.read(0, place, start, stop, into)
+                    reader.read_field(0, place, start, stop, into)
                     np.testing.assert_array_equal(into, values[start:stop])

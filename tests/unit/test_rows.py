@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from mpidp.errors import DataError
 from mpidp.hdf5 import decode
 from mpidp.hdf5 import read as rows_module
-from mpidp.hdf5.cache import Cache
 from mpidp.hdf5.dataset import DataSet
 from mpidp.hdf5.field import FieldSpec
 from mpidp.hdf5.files import describe as describe_module
 from mpidp.hdf5.files.describe import describe
-from mpidp.hdf5.read import RowReader
+from mpidp.hdf5.read import Cache, RowReader, Selection
 
 ROWS = 700
 FIELDS = ("x", "y", "z", FieldSpec("s"), "plain")
@@ -49,7 +48,7 @@ def expected(name: str, start: int, stop: int) -> np.ndarray:
 def read(reader: RowReader, dataset: DataSet, number: int, start: int, stop: int) -> None:
     field = dataset.fields[number]
     into = np.empty((stop - start, *field.shape), field.dtype)
-    reader.read(0, number, start, stop, into)
+    reader.read_field(0, number, start, stop, into)
     np.testing.assert_array_equal(into, expected(field.dataset, start, stop))
 
 
@@ -59,7 +58,7 @@ def read(reader: RowReader, dataset: DataSet, number: int, start: int, stop: int
 def test_any_ranges(path: Path, cache_bytes: int, ranges: list[tuple[int, int, int]]) -> None:
     """Behaviour 27: with room to keep decoded blocks and without."""
     dataset = describe(path, FIELDS)
-    with closing(RowReader(dataset, cache_bytes)) as reader:
+    with closing(RowReader(Selection(dataset), cache_bytes)) as reader:
         for number, start, count in ranges:
             read(reader, dataset, number, start, min(start + count, ROWS))
 
@@ -71,7 +70,7 @@ def test_threads_read_side_by_side(path: Path) -> None:
     jobs = [
         (int(generator.integers(5)), int(generator.integers(ROWS)), int(generator.integers(1, 200))) for _ in range(200)
     ]
-    with closing(RowReader(dataset, 30_000)) as reader, ThreadPoolExecutor(4) as pool:
+    with closing(RowReader(Selection(dataset), 30_000)) as reader, ThreadPoolExecutor(4) as pool:
         for job in [pool.submit(read, reader, dataset, n, start, min(start + count, ROWS)) for n, start, count in jobs]:
             job.result()
 
@@ -92,7 +91,7 @@ def test_blocks_that_serve_several_ranges_are_decoded_once(path: Path, monkeypat
     monkeypatch.setattr(decode.Decoder, "_block", count)
     for cache_bytes, decoded in ((2**20, [1, 1, 1]), (0, [3, 4, 2])):
         counts.clear()
-        with closing(RowReader(dataset, cache_bytes)) as reader:
+        with closing(RowReader(Selection(dataset), cache_bytes)) as reader:
             for start in range(0, ROWS, 100):
                 read(reader, dataset, 1, start, start + 100)
         assert [counts[block] for block in range(3)] == decoded
@@ -102,8 +101,8 @@ def test_into_any_memory(path: Path) -> None:
     """Also where the rows of a batch do not lie one after another."""
     dataset = describe(path, ("x",))
     wide = np.zeros((ROWS, 2, 300), dataset.fields[0].dtype)
-    with closing(RowReader(dataset)) as reader:
-        reader.read(0, 0, 5, ROWS, wide[5:, 1])
+    with closing(RowReader(Selection(dataset))) as reader:
+        reader.read_field(0, 0, 5, ROWS, wide[5:, 1])
     np.testing.assert_array_equal(wide[5:, 1], expected("x", 5, ROWS))
     assert not wide[:, 0].any() and not wide[:5].any()
 
@@ -115,11 +114,11 @@ def test_errors_name_file_dataset_and_rows(path: Path, tmp_path: Path) -> None:
     dataset = describe(copy, ("x", "s"))
     copy.write_bytes(b"")
     into = np.empty((3, 300), "i8")
-    with closing(RowReader(dataset)) as reader:
+    with closing(RowReader(Selection(dataset))) as reader:
         with pytest.raises(DataError, match=r'b\.h5: dataset "x", rows 4 to 6: .*b\.h5: ends at byte'):
-            reader.read(0, 0, 4, 7, into)
-        with pytest.raises(DataError, match=r'b\.h5: dataset "s", rows 0 to 699: .*not an HDF5 file: 0 bytes'):
-            reader.read(0, 1, 4, 7, np.empty(3, "i8"))
+            reader.read_field(0, 0, 4, 7, into)
+        with pytest.raises(DataError, match=r'b\.h5: dataset "s", rows 4 to 6: .*not an HDF5 file: 0 bytes'):
+            reader.read_field(0, 1, 4, 7, np.empty(3, "i8"))
 
 
 def test_a_cache_makes_each_value_once() -> None:

@@ -23,7 +23,8 @@ from mpidp.hdf5.field import SUPPORTED, Decode, Field, Fields, FieldSpec, Packin
 from mpidp.hdf5.files.file import Facts, inspect, open_file
 from mpidp.hdf5.files.fingerprint import digest
 from mpidp.hdf5.files.locate import locate
-from mpidp.hdf5.files.types import HDF5_ERRORS, damage_text, damage_told, read_rows
+from mpidp.hdf5.files.plain import read_rows
+from mpidp.hdf5.files.types import HDF5_ERRORS, damage_text, damage_told
 from mpidp.printable import listed
 
 Paths = str | Path | Sequence[str | Path]

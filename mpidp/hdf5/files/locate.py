@@ -17,7 +17,7 @@ import numpy.typing as npt
 from mpidp.errors import DataError
 from mpidp.hdf5.convert_values import narrow_to_bfloat16
 from mpidp.hdf5.dataset import Filter, Storage
-from mpidp.hdf5.decode import Decoder, RawFiles
+from mpidp.hdf5.decode import Decoder
 from mpidp.hdf5.files.file import unwritten
 from mpidp.hdf5.files.types import is_complete
 from mpidp.hdf5.filters import BITSHUFFLE, NAMES, SHUFFLE, obstacle
@@ -255,11 +255,11 @@ def _verified(dataset: Any, storage: Storage) -> Storage | str:
         return storage
     user_block = dataset.file.userblock_size
     problem, equal = "", []
-    with closing(RawFiles()) as files:
+    with closing(Decoder()) as decoder:
         for base in dict.fromkeys((0, user_block)):
             moved = np.where(storage.offsets < 0, storage.offsets, storage.offsets + base)
             candidate = replace(storage, offsets=moved)
-            problem = _difference(dataset, candidate, Decoder(files))
+            problem = _difference(dataset, candidate, decoder)
             if not problem:
                 equal.append(candidate)
     if len(equal) > 1:
@@ -272,11 +272,12 @@ def _verified(dataset: Any, storage: Storage) -> Storage | str:
 def _difference(dataset: Any, storage: Storage, decoder: Decoder) -> str:
     for start, stop in _samples(storage):
         expected = _read_by_hdf5(dataset, storage, start, stop)
+        found = np.empty_like(expected, order="C")
         try:
-            found = b"".join(part.values.tobytes() for part in decoder.rows(storage, start, stop))
+            decoder.read(storage, start, stop, found, lambda values, into: np.copyto(into, values), in_place=True)
         except (DataError, OSError) as error:
             return str(error)
-        if found != expected.tobytes():
+        if found.tobytes() != expected.tobytes():
             return f"rows {start} to {stop - 1}"
     return ""
 

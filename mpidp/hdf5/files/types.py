@@ -118,25 +118,6 @@ def is_complete(kind: Any, dtype: np.dtype[Any]) -> bool:
     return not isinstance(kind, h5py.h5t.TypeCompoundID) or not dtype.names or kind.get_nmembers() == len(dtype.names)
 
 
-def read_rows(dataset: Any, member: str, axis: int, start: int, stop: int) -> npt.NDArray[Any]:
-    """Return rows [start, stop) along `axis` as an array (stop - start, ...), read by HDF5.
-
-    With `member`, it has that member of a compound only.
-    """
-    if not member:
-        return np.moveaxis(dataset[(slice(None),) * axis + (slice(start, stop),)], axis, 0)
-    kind = dataset.id.get_type()
-    dtype = np.dtype([(member, kind.get_member_type(kind.get_member_index(member.encode())).dtype)])
-    begin, shape = [0] * len(dataset.shape), list(dataset.shape)
-    begin[axis], shape[axis] = start, stop - start
-    values = np.zeros(shape, dtype)  # zeros: where values vary in length they are objects
-    space = dataset.id.get_space()
-    space.select_hyperslab(tuple(begin), tuple(shape))
-    memory = h5py.h5s.create_simple(tuple(shape))
-    dataset.id.read(memory, space, values, h5py.h5t.py_create(dtype))
-    return np.moveaxis(values, axis, 0)
-
-
 def _is_bfloat16(kind: Any) -> bool:
     """Whether a type of HDF5 is bfloat16, which h5py reads as float32: the upper half of one."""
     if not isinstance(kind, h5py.h5t.TypeFloatID) or kind.get_size() != 2:

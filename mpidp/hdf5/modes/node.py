@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mpidp.world.world import World
 
 
-# Fills `Rows`, which has room for just the rows of the piece; `PieceReader.read` does it.
+# Fills `Rows`, which has room for just the rows of the piece; `RowReader.read` does it.
 Read = Callable[[Piece, Rows], None]
 Records = npt.NDArray[np.void]
 

@@ -19,7 +19,7 @@ from mpidp.hdf5.modes.stream import Assembled, assemble, tensors_of
 from mpidp.hdf5.order.keyed import IntArray
 from mpidp.hdf5.order.order import Order, Share, step_rows
 from mpidp.hdf5.prefetch import BatchRing, Prefetcher
-from mpidp.hdf5.read import PieceReader, Selection
+from mpidp.hdf5.read import RowReader, Selection
 
 if TYPE_CHECKING:
     from mpidp.hdf5.modes.stage import Staging
@@ -208,7 +208,7 @@ def open_source(
     from mpidp.hdf5.modes.store import SpreadMemory
 
     contents = Contents.of(selection)
-    with closing(PieceReader(selection)) as reader:
+    with closing(RowReader(selection)) as reader:
         if mode == "node":
             return MemorySource(NodeMemory(contents, reader.read, world, threads), selection, ring, depth)
         return MemorySource(SpreadMemory(contents, reader.read, world, threads), selection, ring, 0)

@@ -20,7 +20,7 @@ from mpidp.hdf5.order.keyed import IntArray
 from mpidp.hdf5.order.order import Order, Share, Step, step_rows, steps
 from mpidp.hdf5.order.plan import LanePlan
 from mpidp.hdf5.prefetch import BatchRing
-from mpidp.hdf5.read import PieceReader, Selection
+from mpidp.hdf5.read import RowReader, Selection
 from mpidp.world.status import status
 
 _PART_BYTES = 2**20
@@ -41,7 +41,7 @@ def assemble(
     """Yield steps from `share` on without end: epoch follows epoch, so that the next is read ahead of its start."""
     fields = selection.dataset.fields
     with (
-        closing(PieceReader(selection, use.cache_bytes)) as reader,
+        closing(RowReader(selection, use.cache_bytes)) as reader,
         ThreadPoolExecutor(use.threads, "mpidp-decode") as pool,
     ):
         try:
@@ -56,7 +56,7 @@ def assemble(
 
 
 def _by_lanes(
-    reader: PieceReader, order: Order, share: Share, ring: BatchRing, use: Resources, pool: Executor
+    reader: RowReader, order: Order, share: Share, ring: BatchRing, use: Resources, pool: Executor
 ) -> Iterator[tuple[Step, Rows]]:
     capacity = order.mixing_chunks * int(order.chunk_rows.max())
     store = GroupStore(reader, pool, use.held_groups, capacity)
@@ -84,7 +84,7 @@ def _by_lanes(
 
 
 def _by_rows(
-    reader: PieceReader, order: Order, share: Share, ring: BatchRing, use: Resources, pool: Executor
+    reader: RowReader, order: Order, share: Share, ring: BatchRing, use: Resources, pool: Executor
 ) -> Iterator[tuple[Step, Rows]]:
     room = BatchRing(reader.selection.dataset.fields, int(order.chunk_rows.max()), use.threads, torch.device("cpu"))
     gatherer = RowGatherer(reader, use.kept_bytes, order.shuffle == "full", room.take)
