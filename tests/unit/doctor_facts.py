@@ -1,13 +1,15 @@
-"""Changes come in, the facts of a healthy rank with those changes go out."""
+"""The facts of a healthy rank, and of ranks that are changed in part."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from mpidp.hdf5.files.library import HDF5Library
-from mpidp.tools.doctor.facts import Cores, Gpus, Memory, RankFacts, System, Versions
+from mpidp.tools.doctor.facts import RankFacts, Versions
 from mpidp.tools.doctor.finding import Finding, Level
+from mpidp.tools.doctor.machine import Cores, Gpus, Memory, System
 from mpidp.world.launch import launch_facts
 from mpidp.world.library import Library, Mapped
 
@@ -51,12 +53,12 @@ def rank_facts(environment: dict[str, str] | None = None, **changes: Any) -> Ran
     return replace(healthy, **changes)
 
 
-def bad(findings: list[Finding]) -> dict[str, Level]:
+def bad(findings: Iterable[Finding]) -> dict[str, Level]:
     """Return the codes that are not good news, with their levels."""
     return {finding.code: finding.level for finding in findings if finding.level is not Level.OK}
 
 
-def only(findings: list[Finding], code: str) -> Finding:
+def only(findings: Iterable[Finding], code: str) -> Finding:
     """Return the one finding of a code."""
     (found,) = (finding for finding in findings if finding.code == code)
     return found

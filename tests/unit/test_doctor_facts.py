@@ -1,4 +1,4 @@
-"""Facts are gathered from this machine, from folders like those of others, and from a driver made for the test."""
+"""Doctor's facts: of this machine, of folders like those of other machines, and of a driver made for the test."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import h5py
 import pytest
 
-from mpidp.tools.doctor.facts import Gpu
-from mpidp.tools.doctor.gather import Child, _assigned, chosen, gather, torch_built_for, versions
+from mpidp.tools.doctor.facts import Child, chosen, gather, torch_built_for, versions
 from mpidp.tools.doctor.machine import (
+    Gpu,
     container,
     cores,
     cross_memory_error,
@@ -173,7 +173,7 @@ def test_versions_are_those_that_are_imported() -> None:
 
     found = versions()
     assert (found.packages["numpy"], found.packages["torch"]) == (numpy.__version__, torch.__version__)
-    assert torch_built_for().get("cuda") == torch.version.cuda
+    assert found.torch_cuda == torch.version.cuda
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_versions_are_those_that_are_imported() -> None:
     ],
 )
 def test_for_what_torch_is_built(source: str, expected: dict[str, str]) -> None:
-    assert _assigned(source) == expected
+    assert torch_built_for(source) == expected
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -16,9 +16,8 @@ from mpidp.errors import ConfigError, LaunchError
 from mpidp.printable import visible
 from mpidp.tools.doctor.check_mpi import check_before_start
 from mpidp.tools.doctor.checks import check, check_measured
-from mpidp.tools.doctor.facts import RankFacts
+from mpidp.tools.doctor.facts import RankFacts, gather, probe_alone
 from mpidp.tools.doctor.finding import Finding, Level, Report, fail, to_json, to_markdown, to_text, worst
-from mpidp.tools.doctor.gather import gather, probe_alone
 from mpidp.tools.doctor.known_texts import read_log
 from mpidp.world.launch import launch_facts
 

@@ -10,16 +10,73 @@ import resource
 import shutil
 import socket
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from mpidp.tools.doctor.facts import Cores, DataFile, Gpu, Gpus, Memory, System
 from mpidp.world.system import CGROUPS, PROC, available_memory, file_system, memory_limit
 
 SHM = Path("/dev/shm")
 MUNGE = Path("/run/munge/munge.socket.2")
 FABRICS = (Path("/sys/class/infiniband"), Path("/sys/class/cxi"))
 _UNLIMITED_BYTES = 1 << 62
+PCI = Path("/sys/bus/pci/devices")
+_LIBRARIES = (("cuda", "cu", "libcuda.so.1"), ("hip", "hip", "libamdhip64.so"))
+_NAME_BYTES, _PCI_BYTES, _UUID_BYTES = 128, 32, 16
+
+
+@dataclass(frozen=True)
+class Cores:
+    """Where this process may run: numbers of cores, cores of the node, and cores that its control group pays for."""
+
+    mask: tuple[int, ...]
+    node_cores: int
+    quota: float | None = None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Limits; None where there is none, or it is not said.
+
+    Attributes:
+        available, limit: bytes left to this job, and that it may use in all.
+        locked: bytes that a process may lock.
+        shm_free, shm_size: bytes of /dev/shm.
+        open_files: how many this process may have open.
+    """
+
+    available: int | None
+    limit: int | None
+    locked: int | None
+    shm_free: int | None
+    shm_size: int | None
+    open_files: int = 1 << 20
+
+
+@dataclass(frozen=True)
+class System:
+    """The node.
+
+    Attributes:
+        host, kernel: its name, and its version of Linux.
+        container: its kind, or "".
+        ptrace_scope: the kernel's setting, or None.
+        cross_memory: "" when a process may copy from another's memory, else the error.
+        has_munge: whether munge can be asked.
+        fabrics: fast networks.
+        path_mpiexec: the mpiexec on PATH, or "".
+        site_libraries: folders in LD_LIBRARY_PATH that hold an MPI library.
+    """
+
+    host: str
+    kernel: str
+    container: str
+    ptrace_scope: int | None
+    cross_memory: str
+    has_munge: bool
+    fabrics: tuple[str, ...]
+    path_mpiexec: str = ""
+    site_libraries: tuple[str, ...] = ()
 
 
 def cores() -> Cores:
@@ -104,9 +161,30 @@ def cross_memory_error() -> str:
     return "" if copied == 1 else errno.errorcode.get(ctypes.get_errno(), str(ctypes.get_errno()))
 
 
-PCI = Path("/sys/bus/pci/devices")
-_LIBRARIES = (("cuda", "cu", "libcuda.so.1"), ("hip", "hip", "libamdhip64.so"))
-_NAME_BYTES, _PCI_BYTES, _UUID_BYTES = 128, 32, 16
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as this process sees it. `numa_node` is -1 where it is not known; `cores` are those beside it."""
+
+    index: int
+    name: str
+    uuid: str
+    pci: str
+    numa_node: int = -1
+    cores: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """GPUs: their driver's interface ("cuda", "hip" or ""), those that are seen, and device files of the node.
+
+    `links` says how pairs are connected, as NVML has it; empty without nvidia-ml-py. `error`: what the driver said.
+    """
+
+    driver: str = ""
+    seen: tuple[Gpu, ...] = ()
+    device_files: int = 0
+    links: Mapping[str, str] = field(default_factory=dict)
+    error: str = ""
 
 
 def gpus() -> Gpus:
@@ -124,9 +202,14 @@ def gpus() -> Gpus:
 
 def seen_by(library: ctypes.CDLL, prefix: str) -> tuple[list[Gpu], str]:
     """Ask a driver for the GPUs of this process; also its error, or ""."""
-    call = _Calls(library, prefix)
+
+    def call(name: str, *arguments: object) -> int:
+        """Call a function of the driver; its error code."""
+        return int(getattr(library, prefix + name)(*arguments))
+
     count = ctypes.c_int(0)
-    error = call("Init", 0) or call(_count_name(prefix), ctypes.byref(count))
+    get_count = "DeviceGetCount" if prefix == "cu" else "GetDeviceCount"
+    error = call("Init", 0) or call(get_count, ctypes.byref(count))
     if error:
         return [], f"the driver gave error {error}"
     return [_describe(call, index) for index in range(count.value)], ""
@@ -167,21 +250,7 @@ def parse_cores(text: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-class _Calls:
-    """A driver's functions; calling one gives its error code."""
-
-    def __init__(self, library: ctypes.CDLL, prefix: str):
-        self._library, self._prefix = library, prefix
-
-    def __call__(self, name: str, *arguments: object) -> int:
-        return int(getattr(self._library, self._prefix + name)(*arguments))
-
-
-def _count_name(prefix: str) -> str:
-    return "DeviceGetCount" if prefix == "cu" else "GetDeviceCount"
-
-
-def _describe(call: _Calls, index: int) -> Gpu:
+def _describe(call: Callable[..., int], index: int) -> Gpu:
     # cuDeviceGet and hipDeviceGet turn an index into what the other calls want, which is the same number so far.
     device = ctypes.c_int(index)
     call("DeviceGet", ctypes.byref(device), index)
@@ -205,10 +274,17 @@ def _device_files(folder: Path) -> int:
     return nvidia or int((folder / "kfd").exists())
 
 
-def visible(environment: Mapping[str, str]) -> str:
-    """The variables that choose GPUs, for a message; "" where none is set."""
-    names = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-    return ", ".join(f"{name}={environment[name]}" for name in names if name in environment)
+@dataclass(frozen=True)
+class DataFile:
+    """A file to be read: its file system, and what a lock on it gave ("" for a lock)."""
+
+    path: str
+    error: str = ""
+    num_bytes: int = 0
+    kind: str = ""
+    is_network: bool = False
+    free_bytes: int = 0
+    lock_error: str = ""
 
 
 def data_file(path: str) -> DataFile:
