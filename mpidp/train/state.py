@@ -12,7 +12,7 @@ from mpidp.errors import CheckpointError
 from mpidp.printable import listed
 from mpidp.train import rng
 from mpidp.train.data_parallel import DataParallel
-from mpidp.train.sharded import keep
+from mpidp.train.sharded import optimizer as sharded
 
 if TYPE_CHECKING:
     from mpidp.hdf5.loader import HDF5Loader
@@ -92,7 +92,7 @@ class TrainState:
         state = {
             "classes": self._classes(),
             "model": self.model.state_dict(),
-            "optimizer": keep.shared_state(self.optimizer),
+            "optimizer": sharded.shared_state(self.optimizer),
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
             "loader": self.loader.state_dict(),
             "step": self.step,
@@ -107,7 +107,7 @@ class TrainState:
         return {
             "rng": rng.capture(self.world.device),
             "reduction": self.model.rank_state_dict(),
-            "optimizer": keep.own_state(self.optimizer),
+            "optimizer": sharded.own_state(self.optimizer),
         }
 
     def load_state_dict(
@@ -168,7 +168,7 @@ class TrainState:
             raise CheckpointError(f"{source} holds {listed(found)} beside the model; here are {listed(self.others)}")
         self.model.load_state_dict(state["model"])
         try:
-            keep.restore(self.optimizer, state["optimizer"], lambda rank: of_rank(rank)["optimizer"])
+            sharded.restore(self.optimizer, state["optimizer"], lambda rank: of_rank(rank)["optimizer"])
             if self.scheduler:
                 self.scheduler.load_state_dict(state["scheduler"])
             for name, other in self.others.items():
@@ -181,7 +181,7 @@ class TrainState:
     def _classes(self) -> dict[str, str]:
         """Names of the classes whose state is kept."""
         scheduler = "none" if self.scheduler is None else type(self.scheduler).__qualname__
-        return {"optimizer": keep.kind(self.optimizer), "scheduler": scheduler}
+        return {"optimizer": sharded.kind(self.optimizer), "scheduler": scheduler}
 
 
 def _of_this_rank(state: dict[str, Any], here: int) -> OfRank:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 import mpidp
 from mpidp.errors import LaunchError, MismatchError, MpidpError
 from mpidp.train.sharded import optimizer as optimizer_module
-from mpidp.train.sharded.gather import Gather, Messages, make_channel
-from mpidp.train.sharded.keep import own_state, restore, shared_state
+from mpidp.train.sharded.gather import Gather, Messages, collect, make_channel
 from mpidp.train.sharded.layout import Run, shards
-from mpidp.train.sharded.optimizer import ELEMENTWISE, ShardedOptimizer
-from mpidp.train.sharded.state import RANKS, SavedPart, collect, cut
+from mpidp.train.sharded.optimizer import ShardedOptimizer, own_state, restore, shared_state
+from mpidp.train.sharded.shard import ELEMENTWISE
+from mpidp.train.sharded.state import RANKS, SavedPart, cut
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "SGD": [{"momentum": 0.9, "nesterov": True}],

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from mpidp.reduce.exchange import MAX_PIECE_BYTES
-from mpidp.train.sharded.layout import Run
+from mpidp.train.sharded.layout import Run, by_parameter, sources
+from mpidp.train.sharded.state import Part, State, join, select, to_host
 from mpidp.world import communicators
 from mpidp.world.mpi import MPI
 from mpidp.world.shared_memory import SharedWindow
@@ -18,36 +18,14 @@ from mpidp.world.world import World
 # All ranks' pieces together: large enough for the full bandwidth, small enough to stay in the caches of a CPU.
 TOTAL_BYTES = 4 << 20
 LEAST_PIECE_BYTES = 64 << 10
-
-
-class Channel(Protocol):
-    """Carries one piece after the other."""
-
-    piece_bytes: int
-
-    def segments(self, counts: Sequence[int]) -> Sequence[Tensor]:
-        """Where the bytes of each rank lie in this piece, uint8, at least as many as `counts`; fill your own."""
-
-    def exchange(self, counts: Sequence[int]) -> None:
-        """Afterwards the segments hold what their ranks wrote. Collective; `counts` is the same on all ranks."""
-
-    def close(self) -> None:
-        """Lets go of shared memory. Not collective."""
-
-
-def make_channel(world: World) -> Channel:
-    """What is fastest here: memory of the node where all ranks are on one and compute in it. Collective."""
-    piece_bytes = max(LEAST_PIECE_BYTES, TOTAL_BYTES // world.size)
-    if world.num_nodes == 1 and world.size > 1 and world.device.type == "cpu" and not communicators.is_elastic():
-        try:
-            return Window(world, piece_bytes)
-        except OSError as error:  # on all ranks of the node, which are all there are
-            world.log_once(f"the ranks cannot share memory ({error}): parameters go by messages, which is slower")
-    return Messages(world, min(piece_bytes, MAX_PIECE_BYTES // world.size))
+# Elements sent at once: their state is copied to the host, and each rank keeps what it wants.
+PIECE = 1 << 22
 
 
 class Messages:
-    """MPI's Allgatherv. The buffer is the device's where MPI takes such memory, else the host's.
+    """Carries one piece after the other by MPI's Allgatherv.
+
+    The buffer is the device's where MPI takes such memory, else the host's.
 
     Args:
         world: the ranks.
@@ -68,12 +46,12 @@ class Messages:
         )
 
     def segments(self, counts: Sequence[int]) -> Sequence[Tensor]:
-        """Neighbours in the buffer."""
+        """Where the bytes of each rank lie in this piece, uint8, at least as many as `counts`; fill your own."""
         starts = accumulate(counts, initial=0)
         return [self._buffer[start : start + count] for start, count in zip(starts, counts, strict=False)]
 
     def exchange(self, counts: Sequence[int]) -> None:
-        """Collective."""
+        """Afterwards the segments hold what their ranks wrote. Collective; `counts` is the same on all ranks."""
         if self._device.type == "cuda":  # copies to the buffer, and from it for the piece before, are done after this
             torch.cuda.current_stream(self._device).synchronize()
         buffer = self._buffer if self._buffer.is_cuda else self._buffer.numpy()
@@ -84,7 +62,7 @@ class Messages:
 
 
 class Window:
-    """Segments that all ranks of a node see, so that each byte is written once and read by whoever wants it.
+    """As `Messages`, by segments that all ranks of a node see: each byte is written once and read by who wants it.
 
     A segment has two halves, used in turns: while some ranks still read of one piece, others write the next.
 
@@ -114,6 +92,20 @@ class Window:
     def close(self) -> None:
         """Not collective."""
         self._window.free()
+
+
+Channel = Messages | Window
+
+
+def make_channel(world: World) -> Channel:
+    """What is fastest here: memory of the node where all ranks are on one and compute in it. Collective."""
+    piece_bytes = max(LEAST_PIECE_BYTES, TOTAL_BYTES // world.size)
+    if world.num_nodes == 1 and world.size > 1 and world.device.type == "cpu" and not communicators.is_elastic():
+        try:
+            return Window(world, piece_bytes)
+        except OSError as error:  # on all ranks of the node, which are all there are
+            world.log_once(f"the ranks cannot share memory ({error}): parameters go by messages, which is slower")
+    return Messages(world, min(piece_bytes, MAX_PIECE_BYTES // world.size))
 
 
 @dataclass(frozen=True)
@@ -199,3 +191,46 @@ def _make(runs_of_ranks: Sequence[Sequence[Run]], flats: Sequence[Tensor]) -> _P
 def _copy(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     if targets:
         torch._foreach_copy_(list(targets), list(values), non_blocking=True)
+
+
+def collect(
+    comm: MPI.Intracomm,
+    numels: Sequence[int],
+    held: Sequence[Part],
+    wanted: Sequence[Run],
+    flats: Sequence[Tensor] | None = None,
+) -> list[State]:
+    """Broadcasts the state of all elements, once, piece by piece. Collective.
+
+    Every rank sees all of it, and keeps little: it is for after a loss, and for saving, not for every step.
+
+    Args:
+        comm: the ranks.
+        numels: elements of each parameter.
+        held: what this rank has; several ranks may have the same.
+        wanted: what it wants to have.
+        flats: the memory of the parameters, to take their elements, too, from who holds them; None for state only.
+
+    Returns:
+        The state of each wanted run, in host memory.
+
+    Raises:
+        LookupError: on all ranks, the first run that nobody holds.
+    """
+    lists: list[list[Run]] = comm.allgather([run for run, _ in held])
+    found: dict[Run, list[Part]] = {run: [] for run in wanted}
+    of_parameter = by_parameter(found, lambda run: run)
+    for source in sources(numels, lists, PIECE):
+        message: tuple[State, Tensor | None] | None = None
+        if source.rank == comm.rank:
+            part = select(source.run, held[source.index])
+            assert part is not None
+            message = to_host(part[1]), None if flats is None else bytes_of(flats[part[0].parameter], part[0]).cpu()
+        state, values = comm.bcast(message, root=source.rank)
+        if flats is not None and values is not None and source.rank != comm.rank:
+            bytes_of(flats[source.run.parameter], source.run).copy_(values)
+        for run in of_parameter.get(source.run.parameter, []):
+            part = select(run, (source.run, state))
+            if part is not None:
+                found[run].append(part)
+    return [join(run, found.pop(run)) for run in wanted]
