@@ -111,16 +111,12 @@ class RowReader:
 
         With `is_cut`, other rows of the same block will be asked for, so it is decoded once and kept if it fits.
         """
-        try:
-            if self._small[file][number]:
-                into[...] = self._whole(file, number)[start:stop]
-            elif self._keeps(file, number, is_cut):
-                self._read_kept(file, number, start, stop, into)
-            else:
-                self._read_anew(file, number, start, stop, into)
-        except (DataError, OSError) as error:
-            path, name = self._dataset.files[file].path, self._dataset.fields[number].dataset
-            raise DataError(f'{path}: dataset "{name}", rows {start} to {stop - 1}: {error}') from error
+        if self._small[file][number]:
+            into[...] = self._whole(file, number)[start:stop]
+        elif self._keeps(file, number, is_cut):
+            self._read_kept(file, number, start, stop, into)
+        else:
+            self._read_anew(file, number, start, stop, into)
 
     def reads_single_rows(self, chunk: int) -> bool:
         """Whether rows of a chunk may be read one by one at no cost but that of the reads."""
@@ -205,13 +201,17 @@ class RowReader:
         """Read, decode and convert rows: without HDF5 where that can be."""
         storage, field = self._dataset.files[file].storages[number], self._dataset.fields[number]
         convert = self._converters[file][number]
-        if storage is not None:
-            in_place = field.is_direct and storage.dtype.isnative and into.flags.c_contiguous
-            self._decoder.read(storage, start, stop, into, convert, in_place)
-            return
-        with self._plain_lock:
-            values = self._plain.read(file, field, start, stop)
-        convert(values, into)
+        try:
+            if storage is not None:
+                in_place = field.is_direct and storage.dtype.isnative and into.flags.c_contiguous
+                self._decoder.read(storage, start, stop, into, convert, in_place)
+                return
+            with self._plain_lock:
+                values = self._plain.read(file, field, start, stop)
+            convert(values, into)
+        except (DataError, OSError) as error:
+            place = f'{self._dataset.files[file].path}: dataset "{field.dataset}", rows {start} to {stop - 1}'
+            raise DataError(f"{place}: {error}") from error
 
 
 def reads_single_rows(dataset: DataSet, file: int, cache_bytes: int = CACHE_BYTES) -> bool:
