@@ -6,9 +6,7 @@ from mpidp.errors import MpidpError
 from mpidp.models.gpt import gpt
 from mpidp.reduce.buckets import Bucket
 from mpidp.reduce.simple import FlatReducer
-from mpidp.tools.bench import allreduce as bench_allreduce
-from mpidp.tools.bench import step as bench_step
-from mpidp.tools.bench import step as workloads
+from mpidp.tools.bench import allreduce, step
 from mpidp.tools.bench.allreduce import gloo
 from mpidp.tools.bench.options import AllreduceOptions, StepOptions
 from mpidp.world.world import World
@@ -18,28 +16,28 @@ SIZES = (4, 4096, 100_004)  # fewer elements than ranks; in one piece; a slice o
 
 @pytest.fixture
 def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workloads, "VOCABULARY", 32)
+    monkeypatch.setattr(step, "VOCABULARY", 32)
     monkeypatch.setitem(
-        workloads.MODELS, "transformer", lambda: gpt(vocabulary=32, context=workloads.CONTEXT, layers=1, width=32)
+        step.MODELS, "transformer", lambda: gpt(vocabulary=32, context=step.CONTEXT, layers=1, width=32)
     )
 
 
 def test_allreduce_of_every_name(world: World) -> None:
     """Behaviours 1 and 2: each reducer's mean, and the sums beside it, are held against arithmetic, twice."""
-    options = AllreduceOptions(SIZES, bench_allreduce.NAMES, "gloo", repeats=2)
+    options = AllreduceOptions(SIZES, allreduce.NAMES, "gloo", repeats=2)
     with gloo(world):
-        rows = bench_allreduce.allreduce_rows(options, world)
-    assert [row["name"] for row in rows] == [*bench_allreduce.NAMES, "gloo"] * len(SIZES)
+        rows = allreduce.allreduce_rows(options, world)
+    assert [row["name"] for row in rows] == [*allreduce.NAMES, "gloo"] * len(SIZES)
     assert rows == world.broadcast(rows)  # times are those of the slowest rank, everywhere
 
 
 @pytest.mark.usefixtures("small_model")
 def test_step_of_every_name(world: World) -> None:
     """Behaviours 2 and 10: gradients of a whole step, each wrapper against the mean of plain torch's."""
-    options = StepOptions(reducers=bench_step.NAMES, against="ddp", repeats=2)
+    options = StepOptions(reducers=step.NAMES, against="ddp", repeats=2)
     with gloo(world):
-        rows = bench_step.step_rows(options, world)
-    assert [row["name"] for row in rows] == [*bench_step.NAMES, "ddp"]
+        rows = step.step_rows(options, world)
+    assert [row["name"] for row in rows] == [*step.NAMES, "ddp"]
     assert rows == world.broadcast(rows)
 
 
@@ -56,6 +54,6 @@ def test_one_wrong_rank_stops_all(world: World, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(FlatReducer, "mean", mean)
     with pytest.raises(MpidpError, match="flat, 4096 bytes: 1 of 1024 elements are wrong; element 0 is "):
-        bench_allreduce.allreduce_rows(AllreduceOptions((4096,), ("mpi", "flat"), repeats=1), world)
+        allreduce.allreduce_rows(AllreduceOptions((4096,), ("mpi", "flat"), repeats=1), world)
     with pytest.raises(MpidpError, match=r"flat: the gradient of .* is off by"):
-        bench_step.step_rows(StepOptions(reducers=("null", "flat"), repeats=1), world)
+        step.step_rows(StepOptions(reducers=("null", "flat"), repeats=1), world)

@@ -39,7 +39,21 @@ def test_the_report_as_json(path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_table_with_one_order_and_a_cold_cache(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "loader", str(path), "--shuffles=none", "--global-batch=50", "--repeats=1", "--cold"]) == 0
+    assert (
+        main(
+            [
+                "bench",
+                "loader",
+                str(path),
+                "--shuffles=none",
+                "--global-batch=50",
+                "--samples=300",
+                "--repeats=1",
+                "--cold",
+            ]
+        )
+        == 0
+    )
     text = capsys.readouterr().out
     assert "page cache dropped before each repeat" in text
     assert "mpidp none" in text
