@@ -12,7 +12,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
-from mpidp.world.collectives import Rows, check_count, check_loss, gather_rows, reduced, share_error, weighed
+from mpidp.world.collectives import Rows, gather_rows, reduced, share_error
 from mpidp.world.device import Awareness
 from mpidp.world.exit import AbortGuard
 from mpidp.world.log import job_log
@@ -20,6 +20,7 @@ from mpidp.world.mpi import MPI
 from mpidp.world.status import Status, status
 from mpidp.world.topology import Topology
 from mpidp.world.watchdog import Watchdog
+from mpidp.world.weigh import check_count, check_loss, weighed
 
 T = TypeVar("T")
 
