@@ -35,7 +35,7 @@ class Batch:
         tensors: dict[str, Tensor],
         indices: IntArray,
         global_size: int,
-        world: World | None = None,
+        world: World,
         place: tuple[int, int] = NO_BATCH,
     ) -> None:
         self._tensors = tensors
@@ -97,11 +97,10 @@ class Batch:
         share of all counts is not known yet: weigh sums by hand there).
         """
         check_loss(loss)
-        world_size = 1 if self._world is None else self._world.size
         status.batch = self._place  # `DataParallel` sees that all ranks reduce the same
         here, everywhere = (self.size, self.global_size) if count is None else self._counts(count)
-        scaled = weighed(loss, here, everywhere, world_size)
-        return scaled if self.last or world_size == 1 else accumulate_only(scaled)
+        scaled = weighed(loss, here, everywhere, self._world.size)
+        return scaled if self.last or self._world.size == 1 else accumulate_only(scaled)
 
     def micro_batches(self, max_size: int) -> list[Batch]:
         """Return this batch in slices of at most `max_size` samples, sizes within one of each other.
@@ -128,4 +127,4 @@ class Batch:
         if not self._whole:
             raise DataError("weigh(loss, count) was called on one of several micro batches; it needs the whole batch")
         check_count(count)
-        return count, count if self._world is None else round(self._world.sum([count])[0])
+        return count, round(self._world.sum([count])[0])

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from mpidp.errors import DataError
+from mpidp.hdf5.agree import check_agreed, describe_on_all_ranks
 from mpidp.hdf5.batch import Batch
+from mpidp.hdf5.dataset import DataSet
 from mpidp.hdf5.field import Fields, field_specs
 from mpidp.hdf5.files.describe import Paths, absolute_paths
 from mpidp.hdf5.files.fingerprint import check_unchanged, fingerprint
@@ -26,20 +26,23 @@ from mpidp.hdf5.memory_budget import (
     resources,
     warnings_about,
 )
-from mpidp.hdf5.modes.source import Mode, Source, Stretch, check_mode, open_source
+from mpidp.hdf5.modes.stream import Assembled, FileRows
 from mpidp.hdf5.order.order import Order, Passes, Share, Shuffle
-from mpidp.hdf5.order.split import Part
-from mpidp.hdf5.prefetch import BatchRing
-from mpidp.hdf5.preparation import call_on_root, check_agreed, check_batches, choose_threads, describe_together, select
-from mpidp.hdf5.read import decoding, slow_paths
+from mpidp.hdf5.order.split import Part, Split
+from mpidp.hdf5.prefetch import BatchRing, Prefetcher
+from mpidp.hdf5.read import RowReader, Selection, decoding, slow_paths
 from mpidp.hdf5.transform import BatchMaker, BatchTransform, SampleTransform
-from mpidp.world.current import CurrentWorld, resolve_world
+from mpidp.world.current import resolve_world
 from mpidp.world.system import memory_limit
 
 if TYPE_CHECKING:
+    from mpidp.hdf5.modes.memory import HeldRows
     from mpidp.world.world import World
 
-log = logging.getLogger("mpidp")
+Mode = Literal["stream", "node", "store", "stage"]
+
+# Handing a small batch from thread to thread costs more than making it of rows that are decoded already.
+INLINE_BYTES = 2**20
 
 _SETTINGS = (
     "paths, fields, "
@@ -48,45 +51,64 @@ _SETTINGS = (
 
 
 class HDF5Loader(Passes):
-    """Iterates over the steps of an epoch; constructing it is collective.
+    """Iterates over the steps of an epoch: `for batch in loader`. Constructing it is collective.
+
+        world = mpidp.init()
+        loader = mpidp.HDF5Loader("train.h5", fields=("x", "y"), global_batch=256, split=("train", 0.1))
+        for epoch in range(10):
+            for batch in loader:
+                loss = batch.weigh(F.cross_entropy(model(batch.x), batch.y))
 
     One `for` loop is one epoch; at its end the next epoch, with another order, is current. A batch counts as
     consumed when it is handed out, so `state_dict()` inside the loop body includes it, and what was only read
     ahead is never included. A loop that was left early is continued by the next one, behind the last batch
     handed out, and the logger `mpidp` says so once; `restart()` begins the epoch anew. In file order
     (`shuffle="none"`) every loop begins at the start instead, but for the first one after `load_state_dict`.
-    Every rank takes the same number of steps; no iteration is collective, but for mode "store", in which every
-    rank must take them.
+    Every rank takes the same number of steps, `len(loader)`; no iteration is collective, but for mode "store", in
+    which every rank must take them.
 
-    A batch on the CPU is memory of the loader's, which is used again when nothing refers to it any more.
+    Each field of a `Batch` is a tensor (samples of this rank, *shape of a sample) on `world.device`. A batch on the CPU
+    is memory of the loader's, which is used again when nothing refers to it any more.
 
-    paths: one HDF5 file or several, laid end to end. fields: names of datasets, or `FieldSpec`s for what is
-    not taken as it is stored along the first axis. global_batch: samples of a step over all ranks. seed: of
-    order, split and the transforms' random numbers. world: the ranks that share the samples; those of
-    `mpidp.init()` by default, and with None this process alone, on the CPU. shuffle: "lanes", "full" or "none"
-    (see `Order`), or "auto": "full" for large samples that can be read one by one at next to no cost, else, or where
-    lanes or mixing_chunks are given, "lanes". lanes, mixing_chunks: see `Order`; chosen from the file, `global_batch`
-    and `memory_bytes` when None. split: ("train", f) or ("validation", f) takes that part of the rows, f being the
-    fraction for validation. drop_last: leave out an epoch's last step if it has fewer than `global_batch` samples.
+    Attributes:
+        dataset: what was found in the files; `len(loader.dataset)` is the number of samples that this loader takes.
+        order: which samples form the batches of each epoch.
+        world: the ranks that share the samples.
+        mode: where rows come from.
 
-    mode: where rows come from; it never changes which samples form a batch. "stream": from the files, by
-    threads. "node": from one decoded copy in the memory of each node. "store": from the memory of all ranks,
-    over which the data are spread. "stage": from a copy of the files in `stage_folder` (by default the job's
-    temporary folder), made once a node.
+    Args:
+        paths: one HDF5 file or several, laid end to end.
+        fields: names of datasets, or `FieldSpec`s for what is not taken as it is stored along the first axis.
+        global_batch: samples of a step over all ranks.
+        seed: of order, split and the transforms' random numbers; 0 to 2^64 - 1.
+        world: the ranks that share the samples; those of `mpidp.init()` by default, and this process alone if it was
+            not called. `World.alone()` is this process alone in any case.
+        shuffle: "lanes", "full" or "none" (see `Order`), or "auto": "full" for large samples that can be read one by
+            one at next to no cost, else, or where lanes or mixing_chunks are given, "lanes".
+        lanes, mixing_chunks: see `Order`; chosen from the file, `global_batch` and `memory_bytes` when None.
+        split: ("train", f) or ("validation", f) takes that part of the rows, f being the fraction for validation.
+        transform: is given the fields of a batch, a dict of tensors (samples, ...) on the device, and returns such a
+            dict with as many samples; batches may have none. If it takes a second argument, that is a `SampleRandom`.
+            What it draws depends on seed, epoch and sample, not on the number of ranks.
+        prefetch_batches: how many batches are read ahead, at least 1.
+        mode: where rows come from; it never changes which samples form a batch. "stream": from the files, by threads.
+            "node": from one decoded copy in the memory of each node. "store": from the memory of all ranks, over
+            which the data are spread. "stage": from a copy of the files in `stage_folder`, made once a node.
+        sample_transform: is given the fields of one sample on the CPU and a `torch.Generator` of the sample's own, and
+            returns the same fields and shapes for every sample.
+        stage_folder: a folder on each node for mode "stage"; the job's temporary folder when None.
+        threads: that decode; this rank's cores when None.
+        memory_bytes: of each node that decoded rows read ahead may take; an eighth of it, at most 2 GiB, when None.
+        allow_holes: whether chunks that were never written may read as the dataset's fill value.
+        drop_last: leave out an epoch's last step if it has fewer than `global_batch` samples.
 
-    transform: is given the fields of a batch, a dict of tensors (samples, ...) on the device, and returns such
-    a dict with as many samples; batches may have none. If it takes a second argument, that is a
-    `SampleRandom`. sample_transform: is given the fields of one sample on the CPU and a `torch.Generator`.
-    What they draw depends on seed, epoch and sample, not on the number of ranks.
+    Raises:
+        DataError: on every rank: files or values that cannot be used.
+        MismatchError: on every rank: ranks were given different values.
+        LaunchError: no `world` was given in a job of several processes without `mpidp.init()`.
 
-    prefetch_batches: how many batches are read ahead. threads: that decode; this rank's cores when None.
-    memory_bytes: of each node that decoded rows read ahead may take; an eighth of it, at most 2 GiB, when None.
-    allow_holes: whether chunks that were never written may read as the dataset's fill value.
-
-    dataset: what was found in the files; `len(loader.dataset)` is the number of samples that this loader takes.
-
-    Raises `DataError` on every rank for files or values that cannot be used, `MismatchError` when ranks were
-    given different ones, and `LaunchError` for no `world` in a job of several processes without `mpidp.init()`.
+    Warns:
+        UserWarning: on rank 0: datasets that only HDF5 can read, and orders that mix little or decode chunks often.
     """
 
     def __init__(
@@ -95,7 +117,7 @@ class HDF5Loader(Passes):
         fields: Fields,
         global_batch: int,
         seed: int = 0,
-        world: World | CurrentWorld | None = "current",
+        world: World | None = None,
         shuffle: Shuffle | Literal["auto"] = "auto",
         lanes: int | None = None,
         mixing_chunks: int | None = None,
@@ -117,35 +139,41 @@ class HDF5Loader(Passes):
         order = (global_batch, seed, shuffle, lanes, mixing_chunks, split, mode, memory_bytes, allow_holes, drop_last)
         given = (tuple(spec.settings() for spec in specs), order)
         check_agreed(world, given, "an HDF5Loader", _SETTINGS, absolute_paths(paths))
-        self.dataset = describe_together(world, paths, specs, allow_holes)
-        node_bytes = memory_bytes or call_on_root(world, lambda: default_node_bytes(memory_limit()))
-        self._node_bytes = node_bytes
-        self._rank_bytes = node_bytes // (1 if world is None else world.local_size)
-        with nullcontext() if world is None else world.raise_on_all_ranks("choosing the order of the samples"):
-            check_mode(mode)
-            self._selection = select(self.dataset, split, seed)
+        self.dataset = describe_on_all_ranks(world, paths, specs, allow_holes)
+        self._node_bytes = memory_bytes or world.call_on_root(lambda: default_node_bytes(memory_limit()))
+        with world.raise_on_all_ranks("choosing the order of the samples"):
+            _check_at_least_1(prefetch_batches=prefetch_batches, threads=threads)
+            if mode not in get_args(Mode):
+                raise DataError(f'mode is {mode!r}; give "stream", "node", "store" or "stage"')
+            self._selection = _select(self.dataset, split, seed)
             self._adopts_shuffle = shuffle == "auto" and lanes is None and mixing_chunks is None
             if shuffle == "auto":
                 shuffle = choose_shuffle(self.dataset) if self._adopts_shuffle else "lanes"
             if lanes is None or mixing_chunks is None:
-                lanes, mixing_chunks = choose_mixing(self.dataset, node_bytes, lanes, mixing_chunks, global_batch)
+                lanes, mixing_chunks = choose_mixing(self.dataset, self._node_bytes, lanes, mixing_chunks, global_batch)
             num_samples = int(self._selection.chunk_rows.sum())
-            check_batches(global_batch, prefetch_batches, num_samples, self.dataset)
+            if global_batch > num_samples:
+                raise DataError(
+                    f"global_batch is {global_batch}, but there are only {num_samples} samples in "
+                    f"{self.dataset.files[0].path}; give at most that many"
+                )
             self.dataset = replace(self.dataset, num_selected=num_samples)
             self.order = Order(self._selection.chunk_rows, seed, lanes, mixing_chunks, global_batch, shuffle, drop_last)
-            self._threads = choose_threads(threads, world)
         self.mode = mode
+        self._threads = threads or world.cores
+        self._prefetch_batches, self._stage_folder = prefetch_batches, stage_folder
         self._make_batch = BatchMaker(world, transform, sample_transform)
-        self._stretch: Stretch | None = None
-        self._stretch_at = (0, 0)
+        self._steps: Prefetcher[Assembled] | Generator[Assembled, None, None] | None = None
+        self._steps_at = (0, 0)
         self._pass = object()
         self._pid = os.getpid()
-        if world is None or world.rank == 0:
-            for text in [*slow_paths(self.dataset), *self._order_warnings()]:
-                warnings.warn(text, stacklevel=2)
-        self._prefetch_batches, self._stage_folder = prefetch_batches, stage_folder
         self._kept = (0, 0)
-        self._source: Source | None = self._open_source()
+        if world.rank == 0:
+            order_warnings = warnings_about(self.order, self.dataset, self._rank_bytes, world.size)
+            for text in [*slow_paths(self.dataset), *order_warnings]:
+                warnings.warn(text, stacklevel=2)
+        self._ring = self._new_ring()
+        self._source: FileRows | HeldRows | None = self._open_source()
 
     @property
     def line(self) -> str:
@@ -159,18 +187,18 @@ class HDF5Loader(Passes):
 
     def __iter__(self) -> Iterator[Batch]:
         this = self._pass = object()
-        self._begin_pass("an HDF5Loader", "loader", speaks=self._ranks[1] == 0)
+        self._begin_pass("an HDF5Loader", "loader", speaks=self.world.rank == 0)
         while self.remaining_steps:
             if self._pass is not this:
                 raise RuntimeError("this pass over the loader was closed, for instance by another pass that began")
             self._check_process()
             try:
-                assembled = next(self._steps())
+                assembled = next(self._steps_here())
             except BaseException:
                 self._end_reading()  # so that another pass starts anew, and says what is wrong if it still is
                 raise
             self._position = assembled.step.stop
-            self._stretch_at = self._epoch, self._position
+            self._steps_at = self._epoch, self._position
             yield self._make_batch(assembled, self.order.seed)
         if self._pass is this:
             self._finish_epoch()
@@ -189,8 +217,7 @@ class HDF5Loader(Passes):
     def close(self) -> None:
         """End the pass in progress and all threads, and give back memory and copied files. The position stays.
 
-        Collective in modes "node" and "store". Another pass opens what is needed again in mode "stream"; in the
-        others it is an error.
+        Not collective. Another pass opens what is needed again in mode "stream"; in the others it is an error.
         """
         self.stop()
         if self.mode != "stream" and self._source is not None:
@@ -222,7 +249,7 @@ class HDF5Loader(Passes):
         missing = self.state_dict().keys() - state.keys()
         if missing:
             raise DataError(f"the state lacks {', '.join(sorted(missing))}; it is not one of a loader of this version")
-        same = check_unchanged(state["files"], self.dataset, accept_changed, speaks=self._ranks[1] == 0)
+        same = check_unchanged(state["files"], self.dataset, accept_changed, speaks=self.world.rank == 0)
         fixed: dict[str, Any] = {"num_samples": self.num_samples} if same else {}
         if not self._adopts_shuffle:
             fixed["shuffle"] = self.order.shuffle
@@ -241,8 +268,7 @@ class HDF5Loader(Passes):
         self.stop()
         names = ("seed", "lanes", "mixing_chunks", "shuffle") if same else ("seed",)
         self.order = replace(self.order, **{name: state[name] for name in names})
-        if self._source is not None:
-            self._source.ring = self._ring()  # with other lanes, a rank may have more samples in a step
+        self._ring = self._new_ring()  # with other lanes, a rank may have more samples in a step
         self._epoch, self._position, self._continues = state["epoch"], position, True
         self.keep()
 
@@ -258,46 +284,54 @@ class HDF5Loader(Passes):
         """
         self.stop()
         (self._epoch, self._position), self._continues = self._kept, True
-        if self._source is None:
-            return
-        assert self.world is not None
-        self._rank_bytes = self._node_bytes // self.world.local_size
-        self._source.renew(self._ring())
-        if self.mode == "store":
+        self._ring = self._new_ring()
+        if self._source is not None and self.mode == "store":
+            self._source.close()
             self._source = self._open_source()
 
     @property
-    def _device(self) -> torch.device:
-        return torch.device("cpu") if self.world is None else self.world.device
+    def _rank_bytes(self) -> int:
+        return self._node_bytes // self.world.local_size
 
-    @property
-    def _ranks(self) -> tuple[int, int]:
-        return (1, 0) if self.world is None else (self.world.size, self.world.rank)
+    def _open_source(self) -> FileRows | HeldRows:
+        """Return where rows come from. Collective; in modes other than "stream" it reads or copies all data."""
+        if self.mode == "stream":
+            return FileRows(self._selection, "read from the files as they are needed")
+        if self.mode == "stage":
+            from mpidp.hdf5.modes.stage import Staging
 
-    def _open_source(self) -> Source:
-        """Return where rows come from. Collective."""
-        depth, ring = self._prefetch_batches, self._ring()
-        return open_source(self.mode, self._selection, self.world, ring, depth, self._threads, self._stage_folder)
+            staging = Staging(self.dataset.paths, self.world, self._stage_folder)
+            staged = replace(self._selection, dataset=self._selection.dataset.moved(staging.paths))
+            return FileRows(staged, staging.line, staging.close)
+        # Importing these loads MPI, which planning a run on a login node must not.
+        from mpidp.hdf5.modes.memory import Contents
+        from mpidp.hdf5.modes.node import NodeMemory
+        from mpidp.hdf5.modes.store import SpreadMemory
 
-    def _ring(self) -> BatchRing:
+        contents = Contents.of(self._selection)
+        with closing(RowReader(self._selection)) as reader:
+            if self.mode == "store" and self.world.size > 1:
+                return SpreadMemory(contents, reader.read, self.world, self._threads)
+            return NodeMemory(contents, reader.read, self.world, self._threads, self.mode)
+
+    def _new_ring(self) -> BatchRing:
         """Return memory for the batches that wait, the one being made and the one being used."""
-        size, _ = self._ranks
-        most = min(self.order.global_batch, most_rows(self.order, size))
-        return BatchRing(self.dataset.fields, most, self._prefetch_batches + 2, self._device)
+        most = min(self.order.global_batch, most_rows(self.order, self.world.size))
+        return BatchRing(self.dataset.fields, most, self._prefetch_batches + 2, self.world.device)
 
-    def _order_warnings(self) -> list[str]:
-        return warnings_about(self.order, self.dataset, self._rank_bytes, self._ranks[0])
-
-    def _steps(self) -> Stretch:
+    def _steps_here(self) -> Iterator[Assembled]:
         """Return what gives the step at the present position next."""
-        if self._stretch is None or self._stretch_at != (self._epoch, self._position):
+        if self._steps is None or self._steps_at != (self._epoch, self._position):
             self._end_reading()
             if self._source is None:
                 raise DataError("this loader is closed; make another")
-            size, rank = self._ranks
+            size, rank = self.world.size, self.world.rank
             use = resources(self.order, self.dataset.row_bytes, self._rank_bytes, self._threads, size, rank)
-            self._stretch = self._source.steps(self.order, Share(self._epoch, self._position, size, rank), use)
-        return self._stretch
+            share = Share(self._epoch, self._position, size, rank)
+            make = partial(self._source.steps, self.order, share, self._ring, use)
+            ahead = self._source.may_run_ahead and self._ring.batch_bytes > INLINE_BYTES
+            self._steps = Prefetcher(make, self._prefetch_batches) if ahead else make()
+        return self._steps
 
     def _check_process(self) -> None:
         """Raise `DataError` in a fork of the process that made this loader: its threads are not there."""
@@ -308,12 +342,28 @@ class HDF5Loader(Passes):
             )
 
     def _end_reading(self) -> None:
-        if self._stretch is not None:
-            self._stretch.close()
-            self._stretch = None
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None
 
     def _finish_epoch(self) -> None:
         ended = self._epoch, self._position
         super()._finish_epoch()
-        if self._stretch is not None and self._stretch_at == ended:
-            self._stretch_at = self._epoch, 0  # which is what it gives next
+        if self._steps is not None and self._steps_at == ended:
+            self._steps_at = self._epoch, 0  # which is what they give next
+
+
+def _check_at_least_1(**values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and value < 1:
+            raise DataError(f"{name} is {value}; give at least 1")
+
+
+def _select(dataset: DataSet, split: tuple[Part, float] | None, seed: int) -> Selection:
+    """Return the rows that are used: all, or a part of a split. Raises `DataError` for a part that there is not."""
+    if split is None:
+        return Selection(dataset)
+    part, fraction = split
+    if part not in ("train", "validation"):
+        raise DataError(f'split asks for part {part!r}; give "train" or "validation"')
+    return Selection(dataset, Split(dataset.chunk_rows, fraction, seed), part)

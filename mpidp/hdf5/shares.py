@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from mpidp.errors import DataError
+from mpidp.hdf5.agree import check_agreed
 from mpidp.hdf5.batch import Batch
 from mpidp.hdf5.order.keyed import IntArray
 from mpidp.hdf5.order.order import Order, Passes, Share, Step, step_rows
 from mpidp.hdf5.order.plan import EpochPlan
-from mpidp.hdf5.preparation import check_agreed
-from mpidp.world.current import CurrentWorld, resolve_world
+from mpidp.world.current import resolve_world
 
 if TYPE_CHECKING:
     from mpidp.world.world import World
@@ -47,7 +47,7 @@ class Shares(Passes):
         seed: of the order.
         shuffle: False for the order of the data set, in which every loop begins at the start.
         drop_last: leave out an epoch's last step if it has fewer than `global_batch` samples.
-        world: the ranks; those of `mpidp.init()` by default. None for this process alone.
+        world: the ranks; those of `mpidp.init()` by default, and this process alone if it was not called.
 
     Raises:
         DataError: a value that cannot be used.
@@ -63,7 +63,7 @@ class Shares(Passes):
         *,
         shuffle: bool = True,
         drop_last: bool = False,
-        world: World | CurrentWorld | None = "current",
+        world: World | None = None,
     ) -> None:
         super().__init__()
         self.world = world = resolve_world(world, "mpidp.shares")
@@ -107,7 +107,7 @@ class Shares(Passes):
                 "in_order=False"
             )
         this = self._pass = object()
-        self._begin_pass("mpidp.shares", "shares", speaks=self.world is None or self.world.rank == 0)
+        self._begin_pass("mpidp.shares", "shares", speaks=self.world.rank == 0)
         coming = self._rest()
         batches = self._begin(loader)
         for step, rows in coming:
@@ -162,8 +162,7 @@ class Shares(Passes):
 
     def _rest(self) -> Iterator[tuple[Step, IntArray]]:
         """Return the steps of the epoch from the position on, with this rank's samples."""
-        size, rank = (1, 0) if self.world is None else (self.world.size, self.world.rank)
-        share = Share(self._epoch, self._position, size, rank)
+        share = Share(self._epoch, self._position, self.world.size, self.world.rank)
         return islice(step_rows(self.order, share), self.remaining_steps)
 
     @staticmethod

@@ -154,10 +154,10 @@ class BatchMaker:
     """Makes the batches of a loader: transforms samples, copies them to the device, transforms the batch."""
 
     def __init__(
-        self, world: World | None, transform: BatchTransform | None, sample_transform: SampleTransform | None
+        self, world: World, transform: BatchTransform | None, sample_transform: SampleTransform | None
     ) -> None:
         self._world = world
-        self._device = _HOST if world is None else world.device
+        self._device = world.device
         self._copier = DeviceCopier(self._device)
         self._transform = transform
         self._wants_random = transform is not None and wants_random(transform)

@@ -17,6 +17,7 @@ from mpidp.reduce.buckets import BucketLayout, bucket_layout
 from mpidp.tools.table import size_text, table
 from mpidp.train.components import field_specs_of
 from mpidp.train.sharded.shard import check_divisible
+from mpidp.world.world import World
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -85,7 +86,7 @@ def _training_loader(config: RunConfig) -> HDF5Loader:
         field_specs_of(data),
         data.global_batch,
         seed=config.run.seed,
-        world=None,
+        world=World.alone(),
         shuffle=data.shuffle,
         lanes=data.lanes or None,
         mixing_chunks=data.mixing_chunks or None,

@@ -70,6 +70,10 @@ def share_error(comm: MPI.Intracomm, error: Exception | None, note: str, same: S
     Returns:
         Whether all ranks brought the same integers.
     """
+    if comm.size == 1:
+        if error is not None:
+            raise error
+        return True
     # The least of all numbers and of all their complements are each other's only if all are equal.
     values = np.array([comm.size if error is None else comm.rank, *same, *(~value for value in same)], dtype=np.int64)
     comm.Allreduce(MPI.IN_PLACE, values, op=MPI.MIN)
@@ -131,6 +135,8 @@ def gather_rows(comm: MPI.Intracomm, values: Tensor, rows: Rows, num_rows: int |
 
 def _allgather(comm: MPI.Intracomm, own: Tensor, counts: list[int]) -> Tensor:
     """Return the rows of all ranks, in the order of the ranks. Collective."""
+    if comm.size == 1:
+        return own
     row_bytes = own[:0].new_empty(own.shape[1:]).numel() * own.element_size()
     gathered = own.new_empty((sum(counts), *own.shape[1:]))
     if row_bytes == 0 or not len(gathered):

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from mpidp.errors import LaunchError
 from mpidp.world.launch import launch_facts
 
 if TYPE_CHECKING:
     from mpidp.world.world import World
-
-CurrentWorld = Literal["current"]
 
 _world: World | None = None
 
@@ -27,22 +25,27 @@ def set_current_world(world: World) -> None:
     _world = world
 
 
-def resolve_world(world: World | CurrentWorld | None, what: str) -> World | None:
-    """Return the world that `what` was given, or for "current" that of this process: None where it is alone.
+def resolve_world(world: World | None, what: str) -> World:
+    """Return the world that `what` was given, else the one that `mpidp.init` made, else that of this process alone.
 
     Args:
         world: the argument of the caller's.
         what: who wants a world, for the message.
 
     Raises:
-        LaunchError: the launcher started several processes, and `mpidp.init` was not called.
+        LaunchError: none was given, the launcher started several processes, and `mpidp.init` was not called.
     """
-    if world != "current":
+    if world is not None:
         return world
+    if _world is not None:
+        return _world
     facts = launch_facts(os.environ)
-    if _world is None and (facts.size or 1) > 1:
+    if (facts.size or 1) > 1:
         raise LaunchError(
             f"{what} was made before mpidp.init() in a job of {facts.size} processes ({facts.launcher}): each would "
-            f"take all samples. Call world = mpidp.init() first, or give world=None if each is to work alone."
+            f"take all samples. Call world = mpidp.init() first, or give world=mpidp.World.alone() if each is to work "
+            f"alone."
         )
-    return _world
+    from mpidp.world.world import World
+
+    return World.alone()

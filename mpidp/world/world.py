@@ -1,35 +1,73 @@
-"""What a rank knows of itself in; that, and a few collective helpers on a private communicator, out.
+"""The ranks of a job seen from one of them, and a few collective helpers on a private communicator.
 
-Every method that says "collective" must be called by all ranks, in the same order.
+Every method that says "collective" must be called by all ranks, in the same order. MPI is imported where several ranks
+call it, so that a process that is alone needs none.
 """
 
+from __future__ import annotations
+
+import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from mpidp.world.collectives import Rows, gather_rows, reduced, share_error
-from mpidp.world.device import Awareness
-from mpidp.world.exit import AbortGuard
+from mpidp.errors import LaunchError
 from mpidp.world.log import job_log
-from mpidp.world.mpi import MPI
 from mpidp.world.status import Status, status
-from mpidp.world.topology import Topology
-from mpidp.world.watchdog import Watchdog
 from mpidp.world.weigh import check_count, check_loss, weighed
+
+if TYPE_CHECKING:
+    from mpidp.world.collectives import Rows
+    from mpidp.world.device import Awareness
+    from mpidp.world.exit import AbortGuard
+    from mpidp.world.mpi import MPI
+    from mpidp.world.topology import Topology
+    from mpidp.world.watchdog import Watchdog
 
 T = TypeVar("T")
 
 POLL_S = 0.0005
 
 
+class _OneRank:
+    """In place of MPI in the world of a process that is alone: what it gathers is its own."""
+
+    rank, size = 0, 1
+
+    def __repr__(self) -> str:
+        return "no MPI"
+
+    def allgather(self, obj: T) -> list[T]:
+        return [obj]
+
+    def gather(self, obj: T, root: int = 0) -> list[T]:
+        return [obj]
+
+    def bcast(self, obj: T, root: int = 0) -> T:
+        return obj
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what Python's own protocols look for
+            raise AttributeError(name)
+        raise LaunchError(
+            f"World.alone() is without MPI, and {name} was asked of it: it is for loaders and their batches. Call "
+            f"world = mpidp.init() for one that trains."
+        )
+
+
 @dataclass(frozen=True)
 class World:
-    """The ranks of this job, seen from one of them.
+    """The ranks of this job, seen from one of them: `mpidp.init()` makes it, or `World.alone()` for one process.
+
+        world = mpidp.init()
+        loader = mpidp.HDF5Loader("train.h5", ("x", "y"), global_batch=64)
+        everywhere = world.mean(loss.item(), batch.size)
 
     Attributes:
         rank, size: this process among all.
@@ -39,7 +77,8 @@ class World:
         device: where this rank computes.
         cores: this rank's share of the cores it may run on.
         cuda_aware: whether MPI may be given this device's memory, and why.
-        comm: mpidp's own duplicate of MPI.COMM_WORLD; its traffic never mixes with the user's.
+        comm: mpidp's own duplicate of MPI.COMM_WORLD, or of what `init` was given; its traffic never mixes with the
+            user's.
         node_comm: the ranks of this node.
         topology: the communicators that gradients are reduced on.
         guard: ends the job when this rank fails.
@@ -62,6 +101,35 @@ class World:
     guard: AbortGuard = field(repr=False)
     watchdog: Watchdog | None = field(default=None, repr=False)
 
+    @classmethod
+    def alone(cls, device: torch.device | str = "cpu") -> World:
+        """Return a world of this process only, whatever started it. Needs no MPI; not collective.
+
+        For a loader of one process in a job of several, such as an evaluation by rank 0:
+
+            loader = mpidp.HDF5Loader("validation.h5", ("x", "y"), 64, world=mpidp.World.alone())
+
+        Args:
+            device: where its batches are put.
+        """
+        none: Any = _OneRank()
+        return cls(
+            rank=0,
+            size=1,
+            local_rank=0,
+            local_size=1,
+            node=0,
+            num_nodes=1,
+            host=socket.gethostname(),
+            device=torch.device(device),
+            cores=len(os.sched_getaffinity(0)),
+            cuda_aware=none,
+            comm=none,
+            node_comm=none,
+            topology=none,
+            guard=none,
+        )
+
     @property
     def status(self) -> Status:
         """What this process is doing: step and phase, for messages and for the watchdog."""
@@ -70,25 +138,38 @@ class World:
     @property
     def threads_may_call(self) -> bool:
         """Whether MPI takes calls from several threads at once (MPI_THREAD_MULTIPLE)."""
+        from mpidp.world.mpi import MPI
+
         return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on some rank. Collective."""
-        return bool(reduced(self.comm, bool(flag), MPI.LOR))
+        return bool(self._reduced(self.comm, bool(flag), "LOR"))
 
     def all(self, flag: bool) -> bool:
         """Whether the flag is set on every rank. Collective."""
-        return bool(reduced(self.comm, bool(flag), MPI.LAND))
+        return bool(self._reduced(self.comm, bool(flag), "LAND"))
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """The sums over ranks, in float64, of a list of equal length on every rank. Collective."""
         sums = torch.tensor(list(values), dtype=torch.float64)
-        self.comm.Allreduce(MPI.IN_PLACE, sums.numpy(), op=MPI.SUM)
+        if self.size > 1:
+            from mpidp.world.mpi import MPI
+
+            self.comm.Allreduce(MPI.IN_PLACE, sums.numpy(), op=MPI.SUM)
         return cast(list[float], sums.tolist())
 
     def sum_on_node(self, value: int) -> int:
         """The sum of an integer over the ranks of this node. Collective on the node."""
-        return reduced(self.node_comm, value, MPI.SUM)
+        return self._reduced(self.node_comm, value, "SUM")
+
+    def _reduced(self, comm: MPI.Intracomm, value: int, operation: str) -> int:
+        if comm.size == 1:
+            return value
+        from mpidp.world.collectives import reduced
+        from mpidp.world.mpi import MPI
+
+        return reduced(comm, value, getattr(MPI, operation))
 
     def mean(self, value: float, weight: float = 1.0) -> float:
         """The mean over ranks, weighted. A rank with weight 0 adds nothing, even if its value is NaN. Collective.
@@ -140,6 +221,8 @@ class World:
             DataError: on every rank: rows that came twice or, of `num_rows`, not at all; values of unequal dtype or
                 shape; n values for another number of rows.
         """
+        from mpidp.world.collectives import gather_rows
+
         return gather_rows(self.comm, values, rows, num_rows)
 
     def broadcast(self, obj: T | None) -> T:
@@ -154,6 +237,8 @@ class World:
         Raises:
             TimeoutError: after `timeout_s` seconds some rank had not come; the job should end then.
         """
+        if self.size == 1:
+            return
         request = self.comm.Ibarrier()
         start = time.monotonic()
         with status.waiting("barrier", self.size):
@@ -174,6 +259,11 @@ class World:
         Args:
             what: what the block does, for the note, e.g. "opening the data".
         """
+        if self.size == 1:
+            yield
+            return
+        from mpidp.world.collectives import share_error
+
         error: Exception | None = None
         try:
             yield

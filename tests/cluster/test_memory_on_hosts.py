@@ -7,12 +7,12 @@ import pytest
 from cluster import FOLDER, JOB_TIMEOUT_S, JobFailedError, run_on_hosts
 
 pytestmark = pytest.mark.timeout(2 * JOB_TIMEOUT_S + 30)
-FILES = ("test_remote_memory.py", "test_held.py", "test_staging.py")
+FILES = ("test_remote_rows.py", "test_held.py", "test_staging.py")
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 1, 1), (3, 1)], ids=str)
 def test_memory_and_copies(layout: tuple[int, ...], tmp_path: Path) -> None:
-    """Behaviours 23, 24, 27 and 29: gets and messages between hosts, windows within them, errors of one host on all."""
+    """Behaviours 23, 24, 27 and 29: messages between hosts, windows within them, errors of one host on all."""
     tests = FOLDER.parent
     files = [tests / "mpi" / name for name in FILES]
     # A base folder for each rank's pytest: the default one is numbered, and ranks that start together race for numbers.

@@ -13,24 +13,21 @@ import mpidp
 from mpidp.errors import DataError
 from mpidp.hdf5.dataset import Field, Rows
 from mpidp.hdf5.files.describe import describe
-from mpidp.hdf5.modes import node as node_mode
-from mpidp.hdf5.modes.node import Contents, NodeMemory, Read
+from mpidp.hdf5.modes import memory, node
+from mpidp.hdf5.modes.memory import Contents, Read
+from mpidp.hdf5.modes.node import NodeMemory
 from mpidp.hdf5.modes.store import SpreadMemory
 from mpidp.hdf5.order.order import Order, PlanRows
 from mpidp.hdf5.order.plan import Piece
 from mpidp.hdf5.order.split import Split
 from mpidp.hdf5.read import RowReader, Selection
-from mpidp.world.remote_memory import Way
+from mpidp.world.world import World
 
 Held = NodeMemory | SpreadMemory
 Make = Callable[..., Held]
 
 
-def spread(way: Way) -> Make:
-    return lambda *arguments, **options: SpreadMemory(*arguments, way=way, **options)
-
-
-KINDS: dict[str, Make] = {"node": NodeMemory, "store": spread("one-sided"), "store by messages": spread("all-to-all")}
+KINDS: dict[str, Make] = {"node": NodeMemory, "store": SpreadMemory}
 DTYPES = ("?", "i1", "i2", "i4", "i8", "u1", "u2", "f2", "f4", "f8", "c8", "c16")
 CHUNKS = {
     "several": np.array([5, 0, 8, 8, 1, 8, 3], dtype=np.int64),
@@ -65,7 +62,8 @@ def reader(contents: Contents, failing: bool = False) -> Read:
 def check(held: Held, contents: Contents, numbers: np.ndarray) -> None:
     """Fetch rows and compare them, bit for bit."""
     out = Rows.empty(contents.fields, len(numbers))
-    held.rows(numbers, out)
+    held.start(numbers)
+    held.finish(out)
     expected = numbers if contents.all_rows else 2 * numbers
     np.testing.assert_array_equal(out.numbers, expected)
     for field in contents.fields:
@@ -130,7 +128,8 @@ def test_rows_of_a_file(world: mpidp.World, kind: str, mpi_tmp_path: Path) -> No
     for position in range(0, order.num_samples, 16):
         numbers = rows(plan.local_indices(position, world.size, world.rank))
         out = Rows.empty(dataset.fields, len(numbers))
-        held.rows(numbers, out)
+        held.start(numbers)
+        held.finish(out)
         np.testing.assert_array_equal(out.fields["x"], x[out.numbers])
         np.testing.assert_array_equal(out.fields["y"], out.numbers % 7 == 0)
         seen += [row for part in world.comm.allgather(out.numbers.tolist()) for row in part]
@@ -173,7 +172,7 @@ def test_a_chunk_that_cannot_be_decoded(world: mpidp.World, kind: str, threads: 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_too_little_memory(world: mpidp.World, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is needed, what is there, and what to do, on every rank, though one node alone may lack it."""
-    monkeypatch.setattr(node_mode, "available_memory", lambda: 1000 if world.rank == 0 else 2**40)
+    monkeypatch.setattr(memory, "available_memory", lambda: 1000 if world.rank == 0 else 2**40)
     contents = Contents((Field("x", (5,), np.dtype("f4")),), np.array([10_000]), True)
     with pytest.raises(DataError) as caught:
         KINDS[kind](contents, reader(contents), world)
@@ -192,34 +191,28 @@ def test_windows_that_cannot_be_had(world: mpidp.World, monkeypatch: pytest.Monk
     def refuse(*_: Any) -> None:
         raise PermissionError(13, "Permission denied", "/proc/1/fd/3")
 
-    monkeypatch.setattr(node_mode, "SharedWindow", refuse)
+    monkeypatch.setattr(node, "SharedWindow", refuse)
     contents = Contents((Field("x", (5,), np.dtype("f4")),), CHUNKS["several"], True)
     with pytest.raises(DataError, match=r'cannot share .*Permission denied.* take mode="store"'):
         NodeMemory(contents, reader(contents), world)
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_one_process_without_a_world(world: mpidp.World, kind: str) -> None:
-    """Without a world this process holds all."""
+def test_one_process_alone(world: mpidp.World) -> None:
+    """Without MPI this process holds all."""
     contents = Contents((Field("x", (5,), np.dtype("f4")),), CHUNKS["several"], False)
-    held = KINDS[kind](contents, reader(contents))
+    held = NodeMemory(contents, reader(contents), World.alone())
     check(held, contents, np.random.default_rng(1).permutation(contents.num_rows))
-    assert held.num_bytes == contents.num_bytes
-    assert "decoded rows held" in held.line
     held.close()
 
 
-def test_what_is_held(world: mpidp.World) -> None:
-    """A copy a node, or one over all ranks; the line says how rows are fetched."""
-    contents = Contents((Field("x", (5,), np.dtype("f4")),), CHUNKS["several"], True)
-    node = NodeMemory(contents, reader(contents), world)
-    assert node.num_bytes == contents.num_bytes
-    node.close()
-    store = SpreadMemory(contents, reader(contents), world)
-    assert world.sum([store.num_bytes]) == [contents.num_bytes]
-    assert "fetched " + ("local" if world.size == 1 else "one-sided") in store.line
-    assert len(set(world.comm.allgather(store.line))) == 1
-    store.close()
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_what_is_held(world: mpidp.World, kind: str) -> None:
+    """A copy a node, or one over all ranks; the line says so, on all ranks alike."""
+    contents = Contents((Field("x", (256, 256), np.dtype("f4")),), CHUNKS["several"], True)
+    held = KINDS[kind](contents, reader(contents), world)
+    where = f"once a node, read by its {world.local_size} rank(s)" if kind == "node" else "once over all ranks"
+    assert held.line.startswith(f"8.2 MiB of decoded rows held {where}")
+    held.close()
 
 
 def test_pieces_of_a_share() -> None:

@@ -11,8 +11,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812  # the name every PyTorch program gives it
 
 from mpidp.errors import DataError, MismatchError
-from mpidp.hdf5.loader import HDF5Loader
-from mpidp.hdf5.modes.source import Mode
+from mpidp.hdf5.loader import HDF5Loader, Mode
 from mpidp.hdf5.order.order import Shuffle
 from mpidp.world.world import World
 
@@ -135,7 +134,7 @@ def test_the_world_of_init_is_taken(world: World, path: Path) -> None:
     shared = HDF5Loader(path, ("x",), 16, lanes=8)
     assert shared.world is world
     assert sorted(row for batch in shared for row in global_rows(world, batch.indices)) == list(range(ROWS))
-    assert sum(batch.size for batch in HDF5Loader(path, ("x",), 16, lanes=8, world=None)) == ROWS
+    assert sum(batch.size for batch in HDF5Loader(path, ("x",), 16, lanes=8, world=World.alone())) == ROWS
 
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)

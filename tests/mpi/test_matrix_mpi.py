@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from mpidp.hdf5.field import FieldSpec
-from mpidp.hdf5.loader import HDF5Loader
-from mpidp.hdf5.modes.source import Mode
+from mpidp.hdf5.loader import HDF5Loader, Mode
 from mpidp.world.world import World
 
 ROWS = 67

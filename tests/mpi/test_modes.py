@@ -15,8 +15,7 @@ import torch
 
 from mpidp.errors import DataError, MismatchError
 from mpidp.hdf5.field import FieldSpec
-from mpidp.hdf5.loader import HDF5Loader
-from mpidp.hdf5.modes.source import Mode
+from mpidp.hdf5.loader import HDF5Loader, Mode
 from mpidp.hdf5.order.order import Shuffle
 from mpidp.world.world import World
 
@@ -53,7 +52,7 @@ def folder(world: World, tmp_path: Path) -> Iterator[Path]:
     world.barrier()
 
 
-def make(paths: Any, world: World | None, folder: Path, mode: Mode, **options: Any) -> HDF5Loader:
+def make(paths: Any, world: World, folder: Path, mode: Mode, **options: Any) -> HDF5Loader:
     given = {"fields": ("x", "y"), "global_batch": 16, "lanes": 6, "stage_folder": folder, "threads": 1}
     return HDF5Loader(paths, world=world, mode=mode, **{**given, **options})
 
@@ -61,7 +60,7 @@ def make(paths: Any, world: World | None, folder: Path, mode: Mode, **options: A
 def alone(paths: Any, **options: Any) -> HDF5Loader:
     """The same on one process, streaming."""
     given = {"fields": ("x", "y"), "global_batch": 16, "lanes": 6, "threads": 1}
-    return HDF5Loader(paths, world=None, **{**given, **options})
+    return HDF5Loader(paths, world=World.alone(), **{**given, **options})
 
 
 def all_rows(world: World, indices: np.ndarray) -> list[int]:

@@ -66,7 +66,7 @@ def test_a_dataset(scope: dict[str, Any], data: tuple[Tensor, Tensor], plain: nn
     """Behaviours 7, 16 and 23: the steps of one process, whatever the number of ranks; some have nothing at the end."""
     dataset = TensorDataset(*data)
     exec(block(0), {**scope, "dataset": dataset})
-    shares = mpidp.shares(N, 64, 0, world=None)
+    shares = mpidp.shares(N, 64, 0, world=mpidp.World.alone())
     whole = DataLoader(dataset, batch_sampler=shares)
     train(plain, [batch for _ in range(2) for _, batch in shares.steps(whole)])  # type: ignore[misc]
     assert_same(scope["model"], plain)
@@ -74,7 +74,7 @@ def test_a_dataset(scope: dict[str, Any], data: tuple[Tensor, Tensor], plain: nn
 
 def test_a_resume_of_shares_at_another_size(world: mpidp.World) -> None:
     """Behaviour 25: saved by one process, with another global batch."""
-    alone = mpidp.shares(N, 25, 4, world=None)
+    alone = mpidp.shares(N, 25, 4, world=mpidp.World.alone())
     numbers = TensorDataset(torch.arange(N))
     loader = DataLoader(numbers, batch_sampler=alone, num_workers=1)
     seen = [index for _, (share, _) in zip(range(2), alone.steps(loader), strict=False) for index in share.indices]

@@ -12,6 +12,7 @@ import pytest
 from mpidp.errors import LaunchError
 from mpidp.world import current
 from mpidp.world.current import current_world, resolve_world
+from mpidp.world.world import World
 
 HERE: object = object()
 
@@ -26,9 +27,9 @@ def made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> obj
 def test_the_world_that_init_made(made: object) -> None:
     other: object = object()
     assert current_world() is made
-    assert resolve_world("current", "a loader") is made
     assert resolve_world(other, "a loader") is other  # type: ignore[arg-type]
-    assert resolve_world(None, "a loader") is None
+    found = resolve_world(None, "a loader")
+    assert found is made if made else (found.size, found.host) == (1, World.alone().host)
 
 
 @pytest.mark.parametrize("size", ["1", "3"])
@@ -36,13 +37,44 @@ def test_several_processes_without_init(made: object, size: str, monkeypatch: py
     """Behaviour 33: they would all take all samples."""
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", size)
-    assert resolve_world(None, "a loader") is None
-    if made is HERE or size == "1":
-        assert resolve_world("current", "a loader") is made
+    if made or size == "1":
+        assert resolve_world(None, "a loader").size == 1 if not made else resolve_world(None, "a loader") is made
         return
-    text = r"a loader was made before mpidp\.init\(\) in a job of 3 processes \(Open MPI's mpiexec\)"
+    text = r"a loader was made before mpidp\.init\(\) in a job of 3 processes \(Open MPI's mpiexec\).*World\.alone\(\)"
     with pytest.raises(LaunchError, match=text):
-        resolve_world("current", "a loader")
+        resolve_world(None, "a loader")
+
+
+def test_a_world_of_one_process() -> None:
+    """What a loop asks of a world is what this process says; without MPI, which nothing asks for."""
+    program = """
+import pickle, sys, torch
+from mpidp.world.world import World
+
+world = World.alone()
+assert (world.rank, world.size, world.local_rank, world.local_size, world.num_nodes) == (0, 1, 0, 1, 1)
+assert world.cores >= 1 and world.host and str(world.device) == "cpu" and World.alone("meta").device.type == "meta"
+assert world.any(True) and not world.all(False) and world.sum([1.5, 2]) == [1.5, 2.0] and world.sum_on_node(3) == 3
+assert world.mean(2.0, 3) == 2 and world.broadcast("x") == "x" and world.call_on_root(lambda: 5) == 5
+world.barrier(1.0)
+loss = torch.tensor(2.0)
+assert world.weigh(loss, 7) is loss
+try:
+    with world.raise_on_all_ranks("trying"):
+        raise ValueError("on purpose")
+except ValueError as error:
+    assert not hasattr(error, "__notes__")
+assert "no MPI" in repr(world) and pickle.loads(pickle.dumps(world)).rank == 0
+assert not [name for name in sys.modules if name.startswith("mpi4py")]
+assert world.gather_rows(torch.tensor([5.0, 7.0]), [9, 4]).tolist() == [7.0, 5.0]
+try:
+    world.comm.Dup()
+except Exception as error:
+    print(error)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("World.alone() is without MPI, and Dup was asked of it")
 
 
 def test_a_loader_refuses_in_one_line_and_without_mpi(tmp_path: Path) -> None:

@@ -17,8 +17,7 @@ from small_runs import records, small_run
 from mpidp.errors import DataError
 from mpidp.hdf5.field import FieldSpec
 from mpidp.hdf5.files.fingerprint import _PLACE_BYTES, _window
-from mpidp.hdf5.loader import HDF5Loader
-from mpidp.hdf5.modes.source import Mode
+from mpidp.hdf5.loader import HDF5Loader, Mode
 
 ROWS = 90
 X = np.random.default_rng(0).standard_normal((ROWS, 5))

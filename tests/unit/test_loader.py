@@ -23,6 +23,7 @@ from mpidp.hdf5.gather import RowGatherer
 from mpidp.hdf5.loader import HDF5Loader
 from mpidp.hdf5.order.order import Shuffle
 from mpidp.hdf5.read import RowReader
+from mpidp.world.world import World
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 SHUFFLES: tuple[Shuffle, ...] = ("lanes", "full", "none")
@@ -394,7 +395,7 @@ def test_slow_full_shuffle_is_announced(tmp_path: Path) -> None:
 @pytest.fixture(autouse=True, params=["by a thread", "by the caller"])
 def maker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Who makes the batches: a thread where they are large, the caller where they are small. All holds for both."""
-    monkeypatch.setattr("mpidp.hdf5.modes.source.INLINE_BYTES", -1 if request.param == "by a thread" else 2**20)
+    monkeypatch.setattr("mpidp.hdf5.loader.INLINE_BYTES", -1 if request.param == "by a thread" else 2**20)
     return str(request.param)
 
 
@@ -479,7 +480,9 @@ def test_more_ranks_than_samples(paths: list[Path]) -> None:
 
 def _batch(size: int, global_size: int, world: Any = None) -> Batch:
     x = torch.arange(size * 3, dtype=torch.float32).reshape(size, 3)
-    return Batch({"x": x, "y": torch.zeros(size, dtype=torch.int64)}, np.arange(size), global_size, world)
+    return Batch(
+        {"x": x, "y": torch.zeros(size, dtype=torch.int64)}, np.arange(size), global_size, world or World.alone()
+    )
 
 
 def test_weigh_at_size_1_is_the_loss_itself() -> None:

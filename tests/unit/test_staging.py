@@ -21,8 +21,10 @@ from mpidp.hdf5.modes import stage_folder as staged_folder
 from mpidp.hdf5.modes.stage import Staging, choose_folder, copy_range
 from mpidp.hdf5.modes.stage_folder import staged_root
 from mpidp.world.system import file_system
+from mpidp.world.world import World
 
 SHARED_MEMORY = Path("/dev/shm")
+ALONE = World.alone()
 
 
 @pytest.fixture
@@ -49,7 +51,7 @@ def test_copies(node: Path, tmp_path: Path) -> None:
     """Files of the same name, an empty one, one given twice; with their names, private, and removed by close."""
     sizes = {"a/x.h5": 3_000_001, "b/x.h5": 17, "record.json": 0}
     sources = [make(tmp_path / name, size, size) for name, size in sizes.items()]
-    copies = Staging([*sources, sources[0]], folder=node)
+    copies = Staging([*sources, sources[0]], ALONE, folder=node)
     assert list(copies.paths) == sources
     for source, copy in copies.paths.items():
         assert Path(copy).read_bytes() == Path(source).read_bytes()
@@ -65,9 +67,9 @@ def test_copies(node: Path, tmp_path: Path) -> None:
 def test_a_second_user_copies_nothing(node: Path, tmp_path: Path) -> None:
     """Several loaders share a copy, which stays until the last has left."""
     source = make(tmp_path / "x.h5", 1000)
-    first = Staging([source], folder=node)
+    first = Staging([source], ALONE, folder=node)
     number = os.stat(first.paths[source]).st_ino
-    second = Staging([source, make(tmp_path / "y.h5", 10)], folder=node)
+    second = Staging([source, make(tmp_path / "y.h5", 10)], ALONE, folder=node)
     assert second.paths[source] == first.paths[source] and os.stat(first.paths[source]).st_ino == number
     assert " 0.0 MiB copied" in second.line
     first.close()
@@ -80,10 +82,10 @@ def test_a_second_user_copies_nothing(node: Path, tmp_path: Path) -> None:
 def test_a_source_that_changed_is_copied_again(node: Path, tmp_path: Path) -> None:
     """Size or time of change differ: another copy, and who has the old one keeps it."""
     source = make(tmp_path / "x.h5", 1000)
-    old = Staging([source], folder=node)
+    old = Staging([source], ALONE, folder=node)
     make(tmp_path / "x.h5", 1000, seed=1)
     os.utime(source, ns=(0, 1))
-    new = Staging([source], folder=node)
+    new = Staging([source], ALONE, folder=node)
     assert new.paths[source] != old.paths[source]
     assert Path(new.paths[source]).read_bytes() == Path(source).read_bytes() != Path(old.paths[source]).read_bytes()
     old.close()
@@ -96,14 +98,14 @@ def test_a_source_that_changed_is_copied_again(node: Path, tmp_path: Path) -> No
 def test_a_copy_that_was_tampered_with_is_copied_again(node: Path, tmp_path: Path, damage: str) -> None:
     """What does not match its record is not trusted."""
     source = make(tmp_path / "x.h5", 1000)
-    first = Staging([source], folder=node)
+    first = Staging([source], ALONE, folder=node)
     copy = Path(first.paths[source])
     if damage == "data":
         copy.chmod(0o600)
         copy.write_bytes(b"0" * 1000)
     else:
         (copy.parent.parent / "record.json").write_text("{")
-    second = Staging([source], folder=node)
+    second = Staging([source], ALONE, folder=node)
     assert Path(second.paths[source]).read_bytes() == Path(source).read_bytes()
     first.close()
     second.close()
@@ -120,7 +122,7 @@ def test_a_source_that_changes_meanwhile(node: Path, tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(staging, "copy_range", copy)
     with pytest.raises(DataError, match=r"x\.h5: changed while it was copied"):
-        Staging([source], folder=node)
+        Staging([source], ALONE, folder=node)
     assert is_empty(node)
 
 
@@ -130,12 +132,12 @@ def test_too_little_room(node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     small = replace(file_system(node), free_bytes=999)
     monkeypatch.setattr(staging, "file_system", lambda _: small)
     with pytest.raises(DataError, match=r"has 999 bytes free, but 1,000 are needed for copies of 1 file"):
-        Staging([source], folder=node)
+        Staging([source], ALONE, folder=node)
     assert is_empty(node)
     monkeypatch.undo()
-    first = Staging([source], folder=node)
+    first = Staging([source], ALONE, folder=node)
     monkeypatch.setattr(staging, "file_system", lambda _: small)
-    Staging([source], folder=node).close()
+    Staging([source], ALONE, folder=node).close()
     first.close()
     assert is_empty(node)
 
@@ -149,7 +151,7 @@ def test_a_disk_that_runs_full(node: Path, tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(DataError, match=r"files cannot be staged there: .*No space left on device"):
-        Staging([source], folder=node)
+        Staging([source], ALONE, folder=node)
     assert is_empty(node)
 
 
@@ -159,7 +161,7 @@ def test_a_disk_that_forgets(node: Path, tmp_path: Path, monkeypatch: pytest.Mon
     write = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, bytes(data)[:-1] + b"?", at))
     with pytest.raises(DataError, match=r"bytes 0 to 999 have CRC-32 [0-9a-f]{8} when read back"):
-        Staging([source], folder=node)
+        Staging([source], ALONE, folder=node)
     assert is_empty(node)
 
 
@@ -179,9 +181,9 @@ def test_bytes_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_what_cannot_be_copied(node: Path, tmp_path: Path) -> None:
     """A missing file and a folder, by name."""
     with pytest.raises(DataError, match=r"missing\.h5: cannot be copied to the node: No such file"):
-        Staging([make(tmp_path / "x.h5", 10), str(tmp_path / "missing.h5")], folder=node)
+        Staging([make(tmp_path / "x.h5", 10), str(tmp_path / "missing.h5")], ALONE, folder=node)
     with pytest.raises(DataError, match="it is not a file"):
-        Staging([str(tmp_path)], folder=node)
+        Staging([str(tmp_path)], ALONE, folder=node)
     assert is_empty(node)
 
 
@@ -205,7 +207,7 @@ def test_the_same_file_system(tmp_path: Path) -> None:
     source = make(tmp_path / "x.h5", 10)
     (tmp_path / "node").mkdir()
     with pytest.warns(UserWarning, match=r"on the same file system as .*x\.h5: that gains nothing"):
-        copies = Staging([source], folder=tmp_path / "node")
+        copies = Staging([source], ALONE, folder=tmp_path / "node")
     assert Path(copies.paths[source]).read_bytes() == Path(source).read_bytes()
     copies.close()
     assert is_empty(tmp_path / "node")
@@ -216,7 +218,7 @@ def test_a_network_file_system(node: Path, tmp_path: Path, monkeypatch: pytest.M
     network = replace(file_system(node), kind="nfs4")
     monkeypatch.setattr(staging, "file_system", lambda _: network)
     with pytest.warns(UserWarning, match=r"is a network file system \(nfs4\)"):
-        Staging([make(tmp_path / "x.h5", 10)], folder=node).close()
+        Staging([make(tmp_path / "x.h5", 10)], ALONE, folder=node).close()
     assert is_empty(node)
 
 
@@ -240,14 +242,15 @@ def test_the_folder_of_somebody_else(node: Path, tmp_path: Path) -> None:
     staged_root(node).mkdir()
     staged_root(node).chmod(0o777)
     with pytest.raises(DataError, match="others may read or write it"):
-        Staging([make(tmp_path / "x.h5", 10)], folder=node)
+        Staging([make(tmp_path / "x.h5", 10)], ALONE, folder=node)
     staged_root(node).rmdir()
 
 
 PROGRAM = """
 import os, sys, time
 from mpidp.hdf5.modes.stage import Staging
-copies = Staging(sys.argv[2:], folder=sys.argv[1])
+from mpidp.world.world import World
+copies = Staging(sys.argv[2:], World.alone(), folder=sys.argv[1])
 print(*copies.paths.values(), flush=True)
 what = sys.stdin.readline().strip()
 if what == "raise":
@@ -303,7 +306,7 @@ def test_what_a_killed_job_leaves(node: Path, tmp_path: Path) -> None:
     part = dead_copy.parent.parent / "part-left"
     part.write_bytes(b"half a copy")
     assert dead_copy.exists()
-    mine = Staging([third], folder=node)
+    mine = Staging([third], ALONE, folder=node)
     assert not dead_copy.exists() and not part.exists()
     assert copy.exists() and Path(mine.paths[third]).exists()
     mine.close()
@@ -315,7 +318,7 @@ def test_a_copy_of_a_killed_job_is_used_by_the_next(node: Path, tmp_path: Path) 
     """Where a living process uses it too, nothing is copied again."""
     source = make(tmp_path / "x.h5", 10)
     killed, copy = start(node, source)
-    mine = Staging([source], folder=node)
+    mine = Staging([source], ALONE, folder=node)
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
     assert mine.paths[source] == str(copy) and copy.exists()
@@ -356,7 +359,7 @@ def test_waiting_for_another_process(node: Path) -> None:
 
 def test_who_uses_it(node: Path, tmp_path: Path) -> None:
     """A mark tells people which process it is."""
-    copies = Staging([make(tmp_path / "x.h5", 10)], folder=node)
+    copies = Staging([make(tmp_path / "x.h5", 10)], ALONE, folder=node)
     (mark,) = staged_root(node).glob("user-*")
     assert json.loads(mark.read_text())["pid"] == os.getpid()
     copies.close()

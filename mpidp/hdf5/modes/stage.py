@@ -14,10 +14,10 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from mpidp.errors import DataError
 from mpidp.hdf5.modes.stage_folder import Mark, Place, Source, locked, place_of, staged_root, sweep
@@ -118,30 +118,36 @@ class Staging:
     Copies are removed when the last process on the node that uses them has closed them or has ended; what a killed
     job left is removed by the next staging of the same user. Warns once if the folder can hardly be faster.
 
-    sources: the files that hold data (links inside HDF5 files are not followed). world: the ranks; None is this
-    process alone. folder: an existing folder on each node; $SLURM_TMPDIR, $TMPDIR or /tmp where None.
+    Args:
+        sources: the files that hold data (links inside HDF5 files are not followed).
+        world: the ranks.
+        folder: an existing folder on each node; $SLURM_TMPDIR, $TMPDIR or /tmp where None.
 
-    Raises `DataError` on every rank when a node has no room, and for what cannot be read, written or verified.
+    Raises:
+        DataError: on every rank: a node has no room, or something cannot be read, written or verified.
 
     Attributes:
         paths: where the copy of each of `sources` lies.
         line: what was done, as rank 0's node saw it.
     """
 
-    def __init__(self, sources: Sequence[str], world: World | None = None, folder: str | Path | None = None) -> None:
+    def __init__(self, sources: Sequence[str], world: World, folder: str | Path | None = None) -> None:
         start_s = time.perf_counter()
         self._marks: list[Mark] = []
         plan: _Plan | None = None
         try:
-            with _together(world, "preparing to copy files to the node"):
-                if world is None or world.local_rank == 0:
+            with world.raise_on_all_ranks("preparing to copy files to the node"):
+                if world.local_rank == 0:
                     plan = _prepare(sources, choose_folder(folder, os.environ), self._marks)
-            plan = plan if world is None else world.node_comm.bcast(plan, root=0)
-            assert plan is not None
-            with _together(world, "copying files to the node"):
-                self._copy(plan, world)
-            with _together(world, "making the copies known"):
-                if world is None or world.local_rank == 0:
+            plan = cast(_Plan, world.node_comm.bcast(plan, root=0))
+            with world.raise_on_all_ranks("copying files to the node"):
+                if world.local_rank:
+                    with _usable(plan.root), locked(plan.root):
+                        self._marks.append(Mark(plan.root, plan.places))
+                for place, part, start, stop in list(plan.ranges())[world.local_rank :: world.local_size]:
+                    copy_range(place.source.path, str(part), start, stop)
+            with world.raise_on_all_ranks("making the copies known"):
+                if world.local_rank == 0:
                     _publish(plan)
         except BaseException:
             _leave(self._marks, os.getpid(), _parts(plan))
@@ -155,14 +161,6 @@ class Staging:
     def close(self) -> None:
         """Say that this process needs the copies no more. Not collective."""
         self._finalizer()
-
-    def _copy(self, plan: _Plan, world: World | None) -> None:
-        rank, size = (0, 1) if world is None else (world.local_rank, world.local_size)
-        if rank:
-            with _usable(plan.root), locked(plan.root):
-                self._marks.append(Mark(plan.root, plan.places))
-        for place, part, start, stop in list(plan.ranges())[rank::size]:
-            copy_range(place.source.path, str(part), start, stop)
 
 
 def choose_folder(folder: str | Path | None, environment: Mapping[str, str]) -> Path:
@@ -256,13 +254,9 @@ def _usable(root: Path) -> Iterator[None]:
         raise DataError(f"{root} on {host}: files cannot be staged there: {error}; give another folder") from error
 
 
-def _together(world: World | None, what: str) -> AbstractContextManager[None]:
-    return nullcontext() if world is None else world.raise_on_all_ranks(what)
-
-
-def _warn(warning: str, world: World | None) -> None:
+def _warn(warning: str, world: World) -> None:
     """Warn once, of the first node that has a reason. Collective."""
-    found = [warning] if world is None else world.comm.gather(warning, root=0)
+    found = world.comm.gather(warning, root=0)
     warning = next(filter(None, found or ()), "")
     if warning:
         warnings.warn(warning, stacklevel=3)

@@ -1,10 +1,10 @@
 """The mode `stream`: rows read from the files ahead of their step, by threads that decode.
 
-`assemble` runs in the prefetch thread and in a pool of threads that decode; nothing here calls MPI.
+Steps are made in the prefetch thread and in a pool of threads that decode; nothing here calls MPI.
 """
 
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -35,24 +35,34 @@ class Assembled:
     indices: IntArray
 
 
-def assemble(
-    selection: Selection, order: Order, share: Share, ring: BatchRing, use: Resources
-) -> Generator[Assembled, None, None]:
-    """Yield steps from `share` on without end: epoch follows epoch, so that the next is read ahead of its start."""
-    fields = selection.dataset.fields
-    with (
-        closing(RowReader(selection, use.cache_bytes)) as reader,
-        ThreadPoolExecutor(use.threads, "mpidp-decode") as pool,
-    ):
-        try:
-            if order.shuffle == "lanes":
-                made = _by_lanes(reader, order, share, ring, use, pool)
-            else:
-                made = _by_rows(reader, order, share, ring, use, pool)
-            for step, rows in made:
-                yield Assembled(step, tensors_of(rows, fields), rows.numbers)
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+class FileRows:
+    """Rows read from the files, or from copies of them, as they are needed: a source of steps.
+
+    Args:
+        selection: which rows of which files.
+        line: where they are read from, in one line.
+        close: what gives the files up.
+    """
+
+    may_run_ahead = True
+
+    def __init__(self, selection: Selection, line: str, close: Callable[[], None] = lambda: None) -> None:
+        self._selection = selection
+        self.line = line
+        self.close = close
+
+    def steps(self, order: Order, share: Share, ring: BatchRing, use: Resources) -> Generator[Assembled, None, None]:
+        """Yield the steps of `share`, without end: epoch follows epoch, so that the next is read ahead of its start."""
+        make = _by_lanes if order.shuffle == "lanes" else _by_rows
+        with (
+            closing(RowReader(self._selection, use.cache_bytes)) as reader,
+            ThreadPoolExecutor(use.threads, "mpidp-decode") as pool,
+        ):
+            try:
+                for step, rows in make(reader, order, share, ring, use, pool):
+                    yield Assembled(step, tensors_of(rows, self._selection.dataset.fields), rows.numbers)
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _by_lanes(

@@ -34,6 +34,7 @@ from mpidp.hdf5.read import decoding
 from mpidp.tools.bench.loader_baselines import data_loader, one_row, whole_chunks
 from mpidp.tools.bench.options import LoaderOptions
 from mpidp.tools.table import table
+from mpidp.world.world import World
 
 _CHECKED_ROWS = 16
 _LIMITS = {"of_ceiling": "ceiling", "of_raw_read": "raw read"}
@@ -130,7 +131,9 @@ def _loaders(options: LoaderOptions, dataset: DataSet, path: str, threads: int, 
     sides = []
     for shuffle in options.shuffles:
         order = cast(Shuffle, shuffle)  # the loader says which there are
-        loader = HDF5Loader(path, options.fields, options.global_batch, world=None, shuffle=order, threads=threads)
+        loader = HDF5Loader(
+            path, options.fields, options.global_batch, world=World.alone(), shuffle=order, threads=threads
+        )
         stack.callback(loader.close)
         run = _passes(partial(_endless, loader), options.samples, dataset, path)
         mixed = chunks_in_a_batch(loader.order) if shuffle == "lanes" else None

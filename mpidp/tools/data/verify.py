@@ -6,10 +6,9 @@ MPI is started. Collective where there are several ranks.
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 from mpidp.hdf5.files.contents import too_large, virtual_gaps, walk
 from mpidp.hdf5.files.file import inspect, open_file
@@ -20,10 +19,7 @@ from mpidp.tools.data.scan import Bad, Finding, Scan, Work, describe_work
 from mpidp.tools.table import size_text
 from mpidp.tools.ticker import Ticker
 from mpidp.world.launch import launch_facts
-
-if TYPE_CHECKING:
-    from mpidp.world.world import World
-
+from mpidp.world.world import World
 
 _KIND_TEXT = {
     "non-finite": "values are not finite",
@@ -134,9 +130,6 @@ def _value_finding(path: str, kind: str, name: str, member: str, bad: Bad) -> Fi
     return Finding(kind, path, name, row, None, text)
 
 
-T = TypeVar("T")
-
-
 @dataclass(frozen=True)
 class Overview:
     """What rank 0 learnt of a file: what to read, what is wrong already, and whose values say nothing to NumPy."""
@@ -149,25 +142,23 @@ class Overview:
 def verify_by(options: VerifyOptions) -> tuple[str, bool]:
     """Verify files as asked; return the text, and whether nothing was found. Collective."""
     world = _world()
-    speaks = world is None or world.rank == 0
-    reports = [verify_file(path, options.limit, world, speaks) for path in options.files]
+    reports = [verify_file(path, options.limit, world, world.rank == 0) for path in options.files]
     text = to_json(reports) if options.json else "\n".join(to_text(report) for report in reports)
     return text, not any(report.num_findings for report in reports)
 
 
-def verify_file(path: str, limit: int, world: "World | None" = None, speaks: bool = False) -> FileReport:
+def verify_file(path: str, limit: int, world: World, speaks: bool = False) -> FileReport:
     """Read everything in a file; at most `limit` bad chunks are named by each rank. Collective over `world`.
 
     A file that cannot be opened is a report with one finding.
     """
-    overview = _at_root(world, lambda: _overview(path))
-    rank, size = (0, 1) if world is None else (world.rank, world.size)
+    overview = world.call_on_root(lambda: _overview(path))
     scan = Scan(limit)
-    with nullcontext() if world is None else world.raise_on_all_ranks(f"verifying {path}"):
+    with world.raise_on_all_ranks(f"verifying {path}"):
         if overview.works:
             with open_file(path, cache_bytes=0) as file:
-                _scan(file, path, overview, scan, (rank, size), speaks)
-    scans = [scan] if world is None else world.comm.allgather(scan)
+                _scan(file, path, overview, scan, (world.rank, world.size), speaks)
+    scans = world.comm.allgather(scan)
     return merge(path, overview.works, overview.findings, scans, limit, overview.unlooked)
 
 
@@ -269,13 +260,9 @@ def _described(file: Any, path: str, name: str) -> tuple[Work | None, list[Findi
     return describe_work(dataset, name), []
 
 
-def _at_root(world: "World | None", function: Callable[[], T]) -> T:
-    return function() if world is None else world.call_on_root(function)
-
-
-def _world() -> "World | None":
+def _world() -> World:
     if (launch_facts(os.environ).size or 1) == 1:
-        return None
+        return World.alone()
     from mpidp.world.start import init
 
     return init()

@@ -1,0 +1,192 @@
+"""Rows held in memory as records of bytes: what the modes `node` and `store` have in common.
+
+A record is one row: all its fields, one after the other, so that one copy fetches a sample.
+"""
+
+from __future__ import annotations
+
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpidp.errors import DataError
+from mpidp.hdf5.dataset import Rows
+from mpidp.hdf5.memory_budget import Resources
+from mpidp.hdf5.modes.stream import Assembled, tensors_of
+from mpidp.hdf5.order.keyed import IntArray
+from mpidp.hdf5.order.order import Order, Share, step_rows
+from mpidp.hdf5.order.plan import Piece
+from mpidp.hdf5.prefetch import BatchRing
+from mpidp.hdf5.read import Selection
+from mpidp.world.system import available_memory
+
+if TYPE_CHECKING:
+    from mpidp.hdf5.field import Field
+    from mpidp.world.world import World
+
+# Fills `Rows`, which has room for just the rows of the piece, in any thread; `RowReader.read` does it.
+Read = Callable[[Piece, Rows], None]
+Records = npt.NDArray[np.void]
+
+# Model, optimizer, batches and libraries need some memory too.
+LARGEST_SHARE = 0.9
+
+
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """The selected rows of a data set, numbered from 0.
+
+    Attributes:
+        fields: what a row has.
+        chunk_rows: selected rows of each chunk, int64.
+        all_rows: whether these are all rows of the data set, so that a row's number here is its number over all files.
+    """
+
+    fields: tuple[Field, ...]
+    chunk_rows: IntArray
+    all_rows: bool
+
+    @classmethod
+    def of(cls, selection: Selection) -> Contents:
+        """Return the rows of a selection."""
+        return cls(selection.dataset.fields, selection.chunk_rows, selection.split is None)
+
+    @cached_property
+    def num_rows(self) -> int:
+        """The number of rows."""
+        return int(self.chunk_rows.sum())
+
+    @cached_property
+    def record(self) -> np.dtype[Any]:
+        """The dtype of a record, aligned; fields go by their place, as their names are the user's."""
+        members: list[Any] = [(str(place), field.dtype, field.shape) for place, field in enumerate(self.fields)]
+        return np.dtype(members if self.all_rows else [*members, ("number", np.int64)], align=True)
+
+    def share(self, part: int, parts: int) -> tuple[int, int]:
+        """Return the rows [start, stop) of one of `parts` shares, whose sizes differ by at most one."""
+        return self.num_rows * part // parts, self.num_rows * (part + 1) // parts
+
+    def pieces(self, start: int, stop: int) -> Iterator[tuple[Piece, int]]:
+        """Yield the pieces that rows [start, stop) are, each with how many rows come before it."""
+        edges = np.concatenate(([0], np.cumsum(self.chunk_rows, dtype=np.int64)))
+        chunk = int(np.searchsorted(edges, start, side="right")) - 1
+        done = start
+        while done < stop:
+            begin, end = int(edges[chunk]), min(int(edges[chunk + 1]), stop)
+            if end > done:
+                yield Piece(chunk, done - begin, end - begin), done - start
+                done = end
+            chunk += 1
+
+    def fill(self, read: Read, start: int, stop: int, records: Records, threads: int = 1) -> None:
+        """Read rows [start, stop) into `records`, `threads` pieces at a time. Raises what `read` raises."""
+
+        def load(piece: Piece, at: int) -> None:
+            count = piece.stop - piece.start
+            rows = Rows.empty(self.fields, count)
+            read(piece, rows)
+            for place, field in enumerate(self.fields):
+                records[str(place)][at : at + count] = rows.fields[field.name]
+            if not self.all_rows:
+                records["number"][at : at + count] = rows.numbers
+
+        assert len(records) == stop - start
+        with ThreadPoolExecutor(threads, "mpidp-fill") as pool:
+            jobs = [pool.submit(load, piece, at) for piece, at in self.pieces(start, stop)]
+            try:
+                for job in jobs:
+                    job.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+
+class HeldRows(ABC):
+    """All selected rows in memory somewhere: a source of steps.
+
+    One fetch of rows may be under way at a time: `start` begins it, `finish` ends it.
+
+    Attributes:
+        may_run_ahead: whether steps may be made by any thread, ahead of the step that is computed. If not, the thread
+            that takes them makes them, and rows of the next step are asked for before this one is handed out, so that
+            they may travel meanwhile.
+    """
+
+    may_run_ahead = True
+
+    def __init__(self, contents: Contents) -> None:
+        self._contents = contents
+        self._is_asked = False
+
+    @property
+    @abstractmethod
+    def line(self) -> str:
+        """What is held, in one line; the same on every rank of a node."""
+
+    @abstractmethod
+    def start(self, numbers: IntArray) -> None:
+        """Begin to fetch rows `numbers` (int64, in any order)."""
+
+    @abstractmethod
+    def finish(self, out: Rows | None) -> None:
+        """Copy the rows of the last `start` to `out`, which has room for just them, or drop them if it is None."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the memory back. Not collective."""
+
+    def steps(self, order: Order, share: Share, ring: BatchRing, use: Resources) -> Generator[Assembled, None, None]:
+        """Yield the steps of `share`, without end. What was yielded from before must have been closed."""
+        if self._is_asked:
+            # For steps that were left. Not when they were left: a collector may do that, in any thread.
+            self.finish(None)
+            self._is_asked = False
+        wanted = step_rows(order, share)
+        step, numbers = next(wanted)
+        self._ask(numbers)
+        for following, following_numbers in wanted:
+            rows = ring.take(len(numbers))
+            self.finish(rows)
+            self._is_asked = False
+            if not self.may_run_ahead:
+                self._ask(following_numbers)
+            yield Assembled(step, tensors_of(rows, self._contents.fields), rows.numbers)
+            if self.may_run_ahead:
+                self._ask(following_numbers)
+            step, numbers = following, following_numbers
+
+    def _ask(self, numbers: IntArray) -> None:
+        self.start(numbers)
+        self._is_asked = True
+
+
+def check_room(world: World, mode: str, num_bytes: int) -> None:
+    """Raise `DataError` on every rank if some node cannot hold what its ranks want. Collective.
+
+    Args:
+        world: the ranks.
+        mode: the loader's, for the message: "node" or "store".
+        num_bytes: what this rank wants; ranks of a node may want different amounts.
+    """
+    needed = world.sum_on_node(num_bytes)
+    with world.raise_on_all_ranks("making room for the data"):
+        left = available_memory()
+        if left is not None and needed > (usable := int(LARGEST_SHARE * left)):
+            raise DataError(
+                f'mode="{mode}" holds the decoded data in memory: {needed:,} bytes on {socket.gethostname()}, where '
+                f"memory has {left:,} bytes left, of which the data may take {usable:,}. "
+                f"{_advice(mode, world.num_nodes)}"
+            )
+
+
+def _advice(mode: str, num_nodes: int) -> str:
+    if mode == "node" and num_nodes > 1:
+        return 'Take mode="store", which spreads the data over the nodes, or mode="stream"; or ask for more memory'
+    return 'Take mode="stream"; or ask for more memory (sbatch --mem=0), or for more nodes with mode="store"'
