@@ -46,7 +46,7 @@ def global_rows(world: World, indices: np.ndarray) -> list[int]:
 def test_global_batches_are_those_of_one_rank(world: World, path: Path, shuffle: Shuffle) -> None:
     """Behaviours 23 and 24, over two epochs."""
     loader = make(path, world, shuffle=shuffle)
-    alone = make(path, None, shuffle=shuffle)  # type: ignore[arg-type]
+    alone = make(path, World.alone(), shuffle=shuffle)
     for epoch in range(2):
         seen: list[int] = []
         plan = alone.order.plan(epoch)
@@ -63,7 +63,7 @@ def test_global_batches_are_those_of_one_rank(world: World, path: Path, shuffle:
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 def test_resume_from_one_rank(world: World, path: Path, shuffle: Shuffle) -> None:
     """Behaviour 25: saved by one rank with another global batch, resumed by all."""
-    alone = make(path, None, global_batch=25, seed=4, shuffle=shuffle)  # type: ignore[arg-type]
+    alone = make(path, World.alone(), global_batch=25, seed=4, shuffle=shuffle)
     batches = iter(alone)
     seen = [row for _ in range(3) for row in next(batches).indices.tolist()]
     loader = make(path, world, shuffle=shuffle)
@@ -76,7 +76,7 @@ def test_resume_from_one_rank(world: World, path: Path, shuffle: Shuffle) -> Non
 def test_validation_counts_every_sample_once(world: World, path: Path) -> None:
     """Behaviour 26: a metric over uneven parts equals that of one process."""
     loader = make(path, world, shuffle="none", split=("validation", 0.3), global_batch=7)
-    alone = make(path, None, shuffle="none", split=("validation", 0.3), global_batch=61)  # type: ignore[arg-type]
+    alone = make(path, World.alone(), shuffle="none", split=("validation", 0.3), global_batch=61)
     expected = next(iter(alone)).x[:, 0].mean().item()
     sums = [0.0, 0.0]
     for batch in loader:
@@ -92,7 +92,7 @@ def test_weighed_gradients_average_to_those_of_one_rank(world: World, path: Path
     torch.manual_seed(0)
     model = torch.nn.Linear(2, 3).double()
     batch = next(iter(make(path, world, global_batch=global_batch)))
-    whole = next(iter(make(path, None, global_batch=global_batch)))  # type: ignore[arg-type]
+    whole = next(iter(make(path, World.alone(), global_batch=global_batch)))
     batch.weigh(F.cross_entropy(model(batch.x.double() / ROWS), batch.y)).backward()
     gradient = model.weight.grad
     found = np.zeros((3, 2)) if gradient is None else gradient.numpy().copy()
@@ -141,7 +141,7 @@ def test_the_world_of_init_is_taken(world: World, path: Path) -> None:
 def test_drop_last(world: World, path: Path, shuffle: Shuffle) -> None:
     """Behaviours 23 to 25: all ranks leave out the same step, and none is without samples."""
     loader = make(path, world, shuffle=shuffle, drop_last=True)
-    complete = make(path, None, shuffle=shuffle)  # type: ignore[arg-type]
+    complete = make(path, World.alone(), shuffle=shuffle)
     for _ in range(2):
         expected = [sorted(batch.indices.tolist()) for batch in complete][: ROWS // 16]
         assert [global_rows(world, batch.indices) for batch in loader] == expected

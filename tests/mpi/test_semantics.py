@@ -40,7 +40,7 @@ def train(
     if world is not None:
         model = mpidp.DataParallel(model, world)
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
-    loader = mpidp.HDF5Loader(DIGITS, ["x", "y"], GLOBAL_BATCH, seed=3, world=world)
+    loader = mpidp.HDF5Loader(DIGITS, ["x", "y"], GLOBAL_BATCH, seed=3, world=world or mpidp.World.alone())
     losses = []
     for batch in itertools.islice(forever(loader), STEPS):
         loss = F.cross_entropy(model(batch.x.to(dtype)), batch.y)
