@@ -1,153 +1,28 @@
-"""`mpidp report`: pages of real runs, read back: their numbers, curves, gaps and marks; and what it refuses."""
+"""`mpidp report`: the page of a real run, read back: its numbers, curves, gaps and marks."""
 
-import contextlib
-import copy
 import dataclasses
-import functools
 import json
 import math
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from report_page import SVG, assert_drawn, curve, drawings, page_of, stopped_run, words_of
 from small_runs import records, small_run
 
-from mpidp.cli import main
-from mpidp.errors import ConfigError
 from mpidp.tools.report.curves import _columns, events, gaps, panels, phases_of
-from mpidp.tools.report.report import labels, report
-from mpidp.tools.report.run import _covered_us, read, read_trace
+from mpidp.tools.report.run import read
 from mpidp.tools.report.tables import facts, numbers
-from mpidp.tools.status import status
-
-SVG = "{http://www.w3.org/2000/svg}"
-VOID = {"meta", "link", "br", "img", "hr"}
-# Nothing but numpy and matplotlib may be met on a login node.
-FORBID = """
-import sys
-
-class Forbid:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {forbidden}:
-            raise ModuleNotFoundError(f"this login node has no {{name}}")
-
-sys.meta_path.insert(0, Forbid())
-from mpidp.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-class Page(HTMLParser):
-    """Tables of a page by their caption, its text, and whether every element is closed where it should be."""
-
-    def __init__(self, html: str):
-        super().__init__()
-        self.tables: dict[str, list[list[str]]] = {}
-        self.rows: list[list[str]] = []
-        self.text, self.caption = "", ""
-        self.open: list[str] = []
-        self.links: list[str] = []
-        self.ids: list[str] = []
-        self.tags: set[str] = set()
-        self.feed(html)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.links += [str(value) for key, value in attrs if key in ("src", "href", "xlink:href", "action", "data")]
-        self.ids += [str(value) for key, value in attrs if key == "id"]
-        if tag not in VOID:
-            self.open.append(tag)
-        if tag == "table":
-            self.rows, self.caption = [], ""
-        elif tag == "tr":
-            self.rows.append([])
-        elif tag in ("td", "th"):
-            self.rows[-1].append("")
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        if tag not in VOID:
-            self.handle_endtag(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-        if tag == "table":
-            self.tables[self.caption] = self.rows
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-        if "caption" in self.open:
-            self.caption += data
-        elif self.open and self.open[-1] in ("td", "th"):
-            self.rows[-1][-1] += data
-
-    def row(self, caption: str, name: str) -> list[str]:
-        """The cells after the name of the one row that has it."""
-        (found,) = [cells[1:] for cells in self.tables[caption] if cells[0] == name]
-        return found
-
-
-def page_of(*runs: Path, output: Path | None = None) -> tuple[Page, str]:
-    report(runs, output)
-    html = (output or runs[0] / "report.html").read_text()
-    return Page(html), html
-
-
-def drawings(html: str) -> dict[str, ElementTree.Element]:
-    """The drawings of a page, each of which is XML by itself, by their titles."""
-    found = [ElementTree.fromstring(text) for text in re.findall(r"<svg .*?</svg>", html, flags=re.DOTALL)]
-    return {str(drawing.findtext(f"{SVG}title")): drawing for drawing in found}
-
-
-def curve(drawing: ElementTree.Element, run: int = 0, number: int = 0) -> list[list[tuple[float, float]]]:
-    """The points of a curve in the drawing's units, in pieces between gaps."""
-    (group,) = [group for group in drawing.iter(f"{SVG}g") if group.get("id", "").endswith(f"curve-{run}-{number}")]
-    data = group.find(f"{SVG}path").get("d")  # type: ignore[union-attr]
-    pieces = [piece for piece in data.split("M") if piece.strip()]  # type: ignore[union-attr]
-    return [[tuple(map(float, point.split())) for point in piece.split("L")] for piece in pieces]  # type: ignore[misc]
-
-
-def assert_drawn(points: list[tuple[float, float]], wanted: list[tuple[float, float]]) -> None:
-    """Both axes are straight: what is drawn is what was recorded but for a factor and an offset of each axis."""
-    assert len(points) == len(wanted)
-    for axis in (0, 1):
-        drawn, recorded = ([point[axis] for point in points] for points in (points, wanted))
-        low, high = (recorded.index(choose(recorded)) for choose in (min, max))
-        if recorded[high] == recorded[low]:
-            assert len(set(drawn)) == 1
-            continue
-        factor = (drawn[high] - drawn[low]) / (recorded[high] - recorded[low])
-        assert factor > 0 if axis == 0 else factor < 0, "steps to the right, values upwards"
-        for place, value in zip(drawn, recorded, strict=True):
-            assert place == pytest.approx(drawn[low] + factor * (value - recorded[low]), abs=0.01)
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was stopped and went on: 15 steps of 10 samples in 2 starts."""
-    folder = tmp_path_factory.mktemp("made")
-    settings: dict[str, Any] = {
-        "train__epochs": 3,
-        "scheduler__name": "StepLR",
-        "scheduler__arguments": {"step_size": 2},
-        "log__trace_steps": 3,
-        "log__trace_from": 1,
-    }
-    run = small_run(folder, **settings)
-    shutil.rmtree(run / "checkpoints/step_00000015")
-    return small_run(folder, resume=run, **settings)
+    return stopped_run(tmp_path_factory.mktemp("made"))
 
 
 @pytest.fixture
@@ -252,7 +127,7 @@ def test_the_page_needs_nothing_else_and_can_be_read_aloud(run: Path) -> None:
         assert drawing.get("role") == "img"
         assert title
         assert re.search(r"\d", str(drawing.findtext(f"{SVG}desc")))
-    words = {text.text for text in drawn["Loss over optimizer steps"].iter(f"{SVG}text")}
+    words = words_of(drawn["Loss over optimizer steps"])
     assert {"optimizer steps", "training", "held out", "restart"} <= words
 
 
@@ -296,7 +171,7 @@ def test_lost_ranks_are_marked(run: Path) -> None:
         "ranks lost",
         "lost rank 2 (node7); 3 ranks went on after 0.25 s",
     ]
-    words = {text.text for text in drawings(html)["Loss over optimizer steps"].iter(f"{SVG}text")}
+    words = words_of(drawings(html)["Loss over optimizer steps"])
     assert {"restart", "ranks lost"} <= words
     found = phases_of(read(run, "run"))
     assert found is not None
@@ -321,182 +196,10 @@ def test_runs_side_by_side(made: Path, tmp_path: Path) -> None:
     wanted = [(line["step"], line["loss"]) for run in (made, other) for line in records(run, "train")]
     (first,), (second,) = curve(drawing, run=0), curve(drawing, run=1)
     assert_drawn(first + second, wanted)
-    words = {text.text for text in drawing.iter(f"{SVG}text")}
+    words = words_of(drawing)
     assert {f"{name}, {what}" for name in names for what in ("training", "held out")} <= words
     rows = [row for row in page.tables["Time of rank 0 by phase"] if row[0] == "forward"]
     assert [row[1] for row in rows] == names
-
-
-def test_the_half_line_of_a_running_run_is_left_out(run: Path) -> None:
-    before = page_of(run)[0].tables["The curves in numbers"]
-    with open(run / "metrics.jsonl", "a") as file:
-        file.write('{"kind": "train", "step": 16, "loss": 0.')
-    page, _ = page_of(run)
-    assert "the last line of metrics.jsonl is only half written" in page.text
-    assert page.tables["The curves in numbers"] == before
-
-
-def damage(run: Path) -> None:
-    text = (run / "metrics.jsonl").read_text()
-    (run / "metrics.jsonl").write_text(text.replace('"kind": "validation"', '"kind": ', 1))
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        (shutil.rmtree, "there is no such folder. Give the folder of a run"),
-        (lambda run: [(run / "env.json").unlink(), shutil.rmtree(run / "checkpoints")], "is not the folder of a run"),
-        (lambda run: (run / "metrics.jsonl").unlink(), "metrics.jsonl cannot be read (No such file or directory)"),
-        (lambda run: (run / "metrics.jsonl").write_text(""), "metrics.jsonl holds no record of training yet"),
-        (lambda run: (run / "metrics.jsonl").write_text('{"kind": "tr'), "holds no record of training yet"),
-        (lambda run: (run / "report.html").write_text("mine"), "exists and is no report; it is not overwritten"),
-        (lambda run: (run / "report.html").mkdir(), "cannot be written: Is a directory. Give another place"),
-    ],
-    ids=[
-        "no folder",
-        "no run",
-        "no metrics",
-        "empty",
-        "half a line",
-        "not a report",
-        "a folder",
-    ],
-)
-def test_what_cannot_be_reported_ends_with_2(
-    run: Path, change: Callable[[Path], object], expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    change(run)
-    assert main(["report", str(run)]) == 2
-    captured = capsys.readouterr()
-    assert expected in captured.err
-    assert captured.err.count("\n") == 1
-    assert captured.out == ""
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        (lambda run: (run / "env.json").write_text(""), "env.json is damaged, or cannot be read"),
-        (lambda run: (run / "env.json").write_text("[]"), "env.json is damaged (it is no list of starts)"),
-        (lambda run: (run / "env.json").unlink(), "env.json is missing"),
-        (damage, "metrics.jsonl, line 4 is damaged and left out"),
-        (lambda run: (run / "config.toml").write_text("[run"), "config.toml cannot be read"),
-        (lambda run: (run / "trace.json").write_text("{"), "trace.json is left out"),
-    ],
-)
-def test_a_damaged_record_is_named_and_the_others_are_shown(
-    run: Path, change: Callable[[Path], object], expected: str
-) -> None:
-    """Behaviour 54: no damaged record keeps anybody from the others."""
-    change(run)
-    page, _ = page_of(run)
-    assert expected in page.text
-    assert page.row("The curves in numbers", "loss: training")
-
-
-def test_words_and_places(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report"]) == 2
-    assert "takes the folder of a run" in capsys.readouterr().err
-    assert main(["report", str(run), f"{run}/."]) == 2
-    assert "is given twice" in capsys.readouterr().err
-    assert main(["report", str(run), "--output", str(tmp_path / "none/page.html")]) == 2
-    assert "cannot be written: No such file or directory. Give another place: --output" in capsys.readouterr().err
-    assert main(["report", str(run)]) == 0
-    assert main(["report", str(run)]) == 0, "an older report is overwritten"
-    assert f"{run / 'report.html'}: run to step 15" in capsys.readouterr().out
-    assert [path.name for path in run.iterdir() if "partial" in path.name] == []
-
-
-def test_names_are_text_and_nothing_else(run: Path, made: Path) -> None:
-    named = run.rename(run.with_name("_<b>$x_1$&amp;"))
-    (named / "config.toml").write_text(f'{(named / "config.toml").read_text()}\n[extra]\nname = "</pre><script>"\n')
-    page, html = page_of(named, made)
-    assert "./_<b>$x_1$&amp;" in page.text
-    words = {text.text for text in drawings(html)["Speed over optimizer steps"].iter(f"{SVG}text")}
-    assert {"./_<b>$x_1$&amp;", made.name} <= words
-    assert not page.tags & {"b", "script"}
-    assert labels([Path("a/x"), Path("b/x"), Path("b/y\t")]) == ["a/x", "b/x", "b/y?"]
-
-
-HOSTILE = "</text></pre><script>alert(1)</script>&\x1b[2J\udcff"
-
-
-def leaves(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The places of all values in nested JSON, of the first two items of a list."""
-    items = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
-    return [place, *(leaf for key, item in items for leaf in leaves(item, (*place, key)))]
-
-
-def put(value: Any, place: tuple[Any, ...], new: Any) -> Any:
-    """The nested JSON with another value at a place."""
-    if not place:
-        return new
-    changed = copy.copy(value)
-    changed[place[0]] = put(value[place[0]], place[1:], new)
-    return changed
-
-
-def test_no_text_of_a_run_folder_becomes_markup(run: Path) -> None:
-    """Behaviour 56."""
-    starts = json.loads((run / "env.json").read_text())
-    for place in leaves(starts):
-        if isinstance(functools.reduce(lambda value, key: value[key], place, starts), str) and "time" not in place:
-            starts = put(starts, place, HOSTILE)
-    (run / "env.json").write_text(json.dumps(put(starts, (0, "packages"), {HOSTILE: HOSTILE})))
-    lines = [json.dumps(record | {"seconds": {HOSTILE: 1.0, "data": 2.0}}) for record in records(run)]
-    lost = {"kind": "loss_of_ranks", "step": 15, "lost": [{"rank": HOSTILE, "host": HOSTILE}], "ranks": 1}
-    (run / "metrics.jsonl").write_text("\n".join([*lines, json.dumps(lost)]) + "\n")
-    with open(run / "config.toml", "a") as file:
-        file.write(f"\n[extra]\nname = {json.dumps(HOSTILE[:-5])}\n")
-    page, html = page_of(run)
-    assert page.text.count("<script>alert(1)</script>") > 10
-    assert "script" not in page.tags and all(link.startswith("#") for link in page.links)
-    assert drawings(html), "each is well-formed XML"
-
-
-OTHERS = [HOSTILE, None, True, -1, 10**400, 2**62, 1e308, [], {}, [1, "a"], {"a": {}}]
-
-
-@given(st.integers(0, 2**32), st.sampled_from(OTHERS))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_values_of_other_kinds_are_left_out_or_refused(run: Path, choice: int, new: Any) -> None:
-    """One value in a record of a foreign run is of another kind; drawing is left out here, as it takes long."""
-    file = run / ("env.json", "metrics.jsonl")[choice % 2]
-    before = file.read_text()
-    is_lines = file.suffix == ".jsonl"
-    content = [json.loads(line) for line in before.splitlines()] if is_lines else json.loads(before)
-    places = leaves(content)[1:]
-    changed = put(content, places[choice % len(places)], new)
-    file.write_text("".join(f"{json.dumps(record)}\n" for record in changed) if is_lines else json.dumps(changed))
-    with pytest.MonkeyPatch.context() as patch:
-        for drawn in ("draw_panel", "draw_phases", "to_svg"):
-            patch.setattr(f"mpidp.tools.report.page.{drawn}", lambda *_: "")
-        for ask in (lambda: report([run], None), lambda: status(run)):
-            with contextlib.suppress(ConfigError):
-                ask()
-    file.write_text(before)
-
-
-@pytest.mark.parametrize("name", ["env.json", "metrics.jsonl", "trace.json", "config.toml"])
-def test_deep_nesting_is_damage(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    (run / name).write_text("a = " * (name == "config.toml") + "[" * 100_000 + "\n")
-    code = main(["report", str(run)])
-    assert (code, capsys.readouterr().err.count("\n")) == ((2, 1) if name == "metrics.jsonl" else (0, 0))
-
-
-def test_a_link_of_the_unfinished_page_is_not_followed(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine").write_text("precious")
-    (run / f".report.html.{os.getpid()}.partial").symlink_to(tmp_path / "mine")
-    page_of(run)
-    assert (tmp_path / "mine").read_text() == "precious"
-
-
-def test_a_damaged_checkpoint_is_named(run: Path) -> None:
-    (run / "checkpoints/step_00000005/manifest.json").write_text("{")
-    page, _ = page_of(run)
-    assert page.tables["Checkpoints"][1][0] == "step_00000005"
-    assert "manifest.json cannot be read" in page.tables["Checkpoints"][1][-1]
-    assert page.tables["Checkpoints"][2][-1] == ""
 
 
 def test_how_starts_ended(run: Path) -> None:
@@ -515,70 +218,6 @@ def test_how_starts_ended(run: Path) -> None:
     (run / "env.json").write_text("[{}]")
     unknown = {row[0]: row[1] for row in facts([read(run, "run")]).rows}
     assert (unknown["ranks"], unknown["hosts"], unknown["first start"]) == ("not recorded",) * 3
-
-
-def test_the_ranks_of_a_trace(run: Path) -> None:
-    """Waits lie within phases; rank 1 computes for longer, and rank 0 waits for it."""
-    spans = []
-    for rank, forward_us in ((0, 1000), (1, 3000)):
-        for number in range(2):
-            start = 10_000 * number
-            for thread, name, kind, start_us, length_us in (
-                (0, f"step {number}", "step", 0, 5600),
-                (0, "forward", "phase", 0, forward_us),
-                (0, "reduce", "phase", forward_us, 5000 - forward_us),
-                (0, "allreduce", "wait", forward_us, 4000 - forward_us),
-                (1, "a request", "wait", 0, 5000),  # of a helper thread, while the other one computes
-                (0, "optimizer", "phase", 5000, 500),
-                (0, "evaluate", "phase", 5600, 900),  # between steps
-            ):
-                times = {"ts": start + start_us, "dur": length_us}
-                spans.append({"ph": "X", "pid": rank, "tid": thread, "name": name, "cat": kind, **times})
-    others = [{"ph": "M", "pid": 0}, {"ph": "X", "cat": "phase"}, {"ph": "X", "cat": "work", "ts": 0, "dur": 9}, 3]
-    (run / "trace.json").write_text(json.dumps({"traceEvents": spans + others, "otherData": {}}))
-    page, _ = page_of(run)
-    (caption,) = [caption for caption in page.tables if "from trace.json" in caption]
-    assert "Rank 1 is the slowest by itself: 3.500 ms a step" in caption
-    assert page.tables[caption] == [
-        ["rank", "steps traced", "forward", "reduce", "optimizer", "waiting for ranks", "by itself"],
-        ["0", "2", "1.000", "4.000", "0.500", "3.000", "1.500"],
-        ["1", "2", "3.000", "2.000", "0.500", "1.000", "3.500"],
-    ]
-
-
-def test_the_trace_of_a_real_run(run: Path) -> None:
-    (rank,) = read_trace(run / "trace.json").ranks  # type: ignore[union-attr]
-    events = [event for event in json.loads((run / "trace.json").read_text())["traceEvents"] if event["ph"] == "X"]
-    assert rank.steps == 3
-    for phase in ("data", "forward", "backward", "optimizer"):
-        lengths_us = [event["dur"] for event in events if event["name"] == phase and event["cat"] == "phase"]
-        assert rank.phases_s[phase] == pytest.approx(sum(lengths_us) / 1e6)
-    steps_s = sum(event["dur"] for event in events if event["cat"] == "step") / 1e6
-    assert 0 < rank.own_s < steps_s
-
-
-def test_a_trace_without_steps(run: Path) -> None:
-    events = [
-        {"ph": "X", "cat": "phase", "name": name, "ts": start, "dur": 100, "pid": 5}
-        for start, name in ((0, "forward"), (100, "optimizer"), (200, "forward"), (300, "optimizer"), (400, "forward"))
-    ]
-    (run / "trace.json").write_text(json.dumps({"traceEvents": events}))
-    (rank,) = read_trace(run / "trace.json").ranks  # type: ignore[union-attr]
-    assert (rank.rank, rank.steps, rank.waiting_s, rank.own_s) == (5, 2, 0, pytest.approx(500e-6))
-
-
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"traceEvents": null}', '{"traceEvents": [{"ph": "X"}]}'])
-def test_a_trace_that_cannot_be_used_is_said(run: Path, text: str) -> None:
-    (run / "trace.json").write_text(text)
-    (note,) = gaps(read(run, "run"))
-    assert "trace.json is left out: it " in note
-    assert read_trace(run / "none.json") is None
-
-
-@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), max_size=12))
-def test_time_that_spans_cover(spans: list[tuple[int, int]]) -> None:
-    covered = {moment for start, length in spans for moment in range(start, start + length)}
-    assert _covered_us([{"ts": start, "dur": length} for start, length in spans]) == len(covered)
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.floats(0, 10)), min_size=1, max_size=2000))
@@ -625,33 +264,3 @@ def test_records_without_some_fields(run: Path) -> None:
     assert list(drawings(html)) == ["Loss over optimizer steps", "Speed over optimizer steps"]
     assert [panel.title for panel in panels([read(run, "run")])] == ["Loss", "Speed"]
     assert [event.kind for event in events(read(run, "run"))] == ["restart"]
-
-
-@pytest.mark.parametrize("words", [["report", "--help"], ["report", "run", "--output=page.html"]])
-def test_a_login_node_needs_neither_torch_nor_mpi(run: Path, words: list[str]) -> None:
-    """Behaviour 40."""
-    code = FORBID.format(forbidden=("torch", "mpi4py", "h5py"))
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=run.parent)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
-    assert (run.parent / "page.html").exists() == ("run" in words)
-
-
-def test_without_matplotlib_it_says_what_to_install(run: Path) -> None:
-    code = FORBID.format(forbidden=("matplotlib",))
-    words = [sys.executable, "-c", code, "report", "run"]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=run.parent)
-    assert done.returncode == 2
-    assert done.stderr.startswith("mpidp: error: mpidp report draws with a package: pip install 'mpidp[report]'")
-    assert done.stderr.count("\n") == 1
-    assert not (run / "report.html").exists()
-
-
-def test_only_one_process_of_a_job_writes(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("mpidp.world.current._world", None)  # another test may have started MPI here
-    monkeypatch.setenv("PMI_RANK", "1")
-    assert main(["report", str(run)]) == 0
-    assert capsys.readouterr() == ("", "")
-    assert not (run / "report.html").exists()
