@@ -1,6 +1,8 @@
-"""A loop of your own in, the same training out: mpidp's three pieces in plain PyTorch.
+"""A loop of your own on any number of ranks: mpidp's pieces in plain PyTorch.
 
 mpiexec -n 4 python jobs/own_loop.py        (or without mpiexec, on one rank)
+
+Stopped by SIGTERM or SIGUSR2, it saves and exits with 75; started again, it goes on in the middle of the epoch.
 """
 
 import torch
@@ -23,15 +25,18 @@ loader = mpidp.HDF5Loader("data/digits.h5", fields=("x", "y"), global_batch=64, 
 model = mpidp.DataParallel(Net().to(world.device), world)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-for epoch in range(5):
-    total, samples = 0.0, 0
-    for batch in loader:  # one pass is one epoch, in a new order
-        loss = F.cross_entropy(model(batch.x), batch.y)
-        batch.weigh(loss).backward()  # gradients are the mean over the global batch now
-        optimizer.step()
-        optimizer.zero_grad()
-        if batch.size:  # a rank may have no sample in an epoch's last batch
-            total, samples = total + loss.item() * batch.size, samples + batch.size
-    mean = world.mean(total / max(samples, 1), weight=samples)
-    if world.rank == 0:
-        print(f"epoch {epoch + 1}: loss {mean:.4f}")
+with mpidp.Checkpoints("runs/own_loop", model, optimizer, loader) as checkpoints:
+    checkpoints.resume()
+    for epoch in range(checkpoints.epoch, 5):
+        total, samples = 0.0, 0
+        for batch in model.batches(loader):  # one pass is one epoch, in a new order
+            loss = F.cross_entropy(model(batch.x), batch.y)
+            batch.weigh(loss).backward()  # gradients are the mean over the global batch now
+            optimizer.step()
+            optimizer.zero_grad()
+            if batch.size:  # a rank may have no sample in an epoch's last batch
+                total, samples = total + loss.item() * batch.size, samples + batch.size
+            checkpoints.step()
+        mean = world.mean(total / max(samples, 1), weight=samples)
+        if world.rank == 0:
+            print(f"epoch {epoch + 1}: loss {mean:.4f}")

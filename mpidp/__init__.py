@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mpidp.hdf5.field import FieldSpec
     from mpidp.hdf5.loader import HDF5Loader
     from mpidp.hdf5.shares import Shares, shares
+    from mpidp.train.checkpoints import Checkpoints
     from mpidp.train.data_parallel import DataParallel
     from mpidp.train.elastic import Survivors
     from mpidp.train.records.trace import Trace
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Batch",
+    "Checkpoints",
     "DataParallel",
     "FieldSpec",
     "HDF5Loader",
@@ -43,6 +45,7 @@ __all__ = [
 
 _HOMES = {
     "Batch": "mpidp.hdf5.batch",
+    "Checkpoints": "mpidp.train.checkpoints",
     "DataParallel": "mpidp.train.data_parallel",
     "FieldSpec": "mpidp.hdf5.field",
     "HDF5Loader": "mpidp.hdf5.loader",

@@ -17,6 +17,7 @@ from mpidp.errors import DataError
 from mpidp.hdf5.batch import Batch
 from mpidp.hdf5.loader import HDF5Loader
 from mpidp.train.checkpoint.saver import Saver
+from mpidp.train.checkpoints import restore
 from mpidp.train.components import (
     build_loaders,
     build_loss,
@@ -33,7 +34,6 @@ from mpidp.train.records.run_folder import RunFolder
 from mpidp.train.records.starts import choose_resume, for_array_task
 from mpidp.train.records.trace import Trace
 from mpidp.train.refusal import explain
-from mpidp.train.resume import restore
 from mpidp.train.sharded.optimizer import ShardedOptimizer
 from mpidp.train.signature import check_same
 from mpidp.train.state import TrainState

@@ -79,7 +79,7 @@ TABLE: dict[str, dict[str, Run | Elsewhere | NotHere]] = {
         "mpidp status runs/digits": Run("state: {} done; {} step: {} 368 of 368"),
         "mpiexec --with-ft ulfm": Elsewhere(SHRINK),
         "mpiexec -n 4 python jobs/own_loop.py": Run("epoch 5: loss 0."),
-        "python jobs/own_loop.py": Run("epoch 5: loss 0."),
+        "python jobs/own_loop.py": Run("resumed from runs/own_loop/step_{}: step {}, epoch 5"),  # behind the other
         "module load ...; pip install '.[codecs]'": MODULES,
     },
     "docs/checkpoints.md": {

@@ -121,6 +121,7 @@ def test_the_watch_for_heavy_modules_sees_them() -> None:
 def test_public_names() -> None:
     expected = {
         "Batch",
+        "Checkpoints",
         "DataParallel",
         "FieldSpec",
         "HDF5Loader",

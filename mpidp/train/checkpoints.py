@@ -1,0 +1,272 @@
+"""Checkpoints of a training: resumed from the newest, saved on the way, and once more before the job is stopped."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mpidp.errors import CheckpointError
+from mpidp.train.checkpoint.disk import as_checkpoint_error
+from mpidp.train.checkpoint.read import STATE, newest_first, newest_readable, part_name, read
+from mpidp.train.checkpoint.saver import Saver
+from mpidp.train.data_parallel import DataParallel
+from mpidp.train.records.owner import Owner
+from mpidp.train.signature import check_same
+from mpidp.train.state import Stateful, TrainState
+from mpidp.train.stop import StopSignal
+
+if TYPE_CHECKING:
+    from mpidp.hdf5.loader import HDF5Loader
+    from mpidp.hdf5.shares import Shares
+
+
+class Checkpoints:
+    """Saves a loop of your own on the way, resumes it in the middle of an epoch, and stops it when the job is to end.
+
+        with mpidp.Checkpoints("runs/x", model, optimizer, loader, every_steps=1000) as checkpoints:
+            checkpoints.resume()
+            for epoch in range(checkpoints.epoch, 5):
+                for batch in model.batches(loader):
+                    batch.weigh(F.cross_entropy(model(batch.x), batch.y)).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    checkpoints.step()
+
+    Started again in the same folder, the script goes on behind the last step that was saved: with the same bits on the
+    same number of ranks, with the same samples on another. SIGTERM, SIGUSR2 or a file `STOP` in the folder end all
+    ranks after the same step, saved, with exit code 75. The folder is this job's until `close`.
+
+    Behind the checkpoint of an epoch's last step a resume goes on with the next epoch, and does not repeat what the
+    script does in between, such as an evaluation. To have that repeated give `every_epochs=0` and `save()` behind it.
+
+    Making one is collective, and only the main thread may do it, as signals are caught from then on.
+
+    Attributes:
+        state: the training as one thing; `state.step` counts the calls of `step`.
+        folder: where the checkpoints are.
+
+    Args:
+        folder: of the checkpoints, for all ranks the same; made if it is not there.
+        model: the wrapped model.
+        optimizer: of torch, or a `ShardedOptimizer`.
+        loader: the data: an `HDF5Loader`, or `mpidp.shares` of an ordinary `DataLoader`.
+        scheduler: of learning rates, if any.
+        every_steps: save after so many steps; 0 for never.
+        every_epochs: save after the last step of so many epochs; 0 for never.
+        keep: how many checkpoints to keep, the newest ones; at least 1.
+        background: train on while files are written; else saving takes the time of writing.
+        on_failure: of a checkpoint that cannot be written: "stop" raises `CheckpointError` on all ranks, "warn" logs it
+            and trains on, and only the last one of the job raises.
+        others: more to keep that is the same on all ranks, by name, with `state_dict` and `load_state_dict`, such as
+            `scaler=scaler`.
+
+    Raises:
+        CheckpointError: on all ranks: the folder cannot be made, or another job has it.
+        RuntimeError: not made in the main thread.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        model: DataParallel,
+        optimizer: torch.optim.Optimizer,
+        loader: HDF5Loader | Shares,
+        scheduler: Stateful | None = None,
+        *,
+        every_steps: int = 0,
+        every_epochs: int = 1,
+        keep: int = 3,
+        background: bool = True,
+        on_failure: str = "stop",
+        **others: Stateful,
+    ):
+        if every_steps < 0 or every_epochs < 0 or keep < 1 or on_failure not in ("stop", "warn"):
+            raise ValueError(
+                f"every_steps={every_steps}, every_epochs={every_epochs}, keep={keep}, on_failure={on_failure!r}: give "
+                f'numbers that are not negative, keep at least one, and "stop" or "warn"'
+            )
+        self.folder = Path(os.path.expanduser(folder))
+        self.every_steps, self.every_epochs = every_steps, every_epochs
+        self._world = world = model.world
+        settings = {"folder": self.folder, "every_steps": every_steps, "every_epochs": every_epochs, "keep": keep}
+        check_same(world, [f"{name}={value}" for name, value in settings.items()], "the Checkpoints")
+        self.state = TrainState(model, optimizer, loader, scheduler, seed=loader.order.seed, others=others)
+        self._owner: Owner | None = None
+        with world.raise_on_all_ranks("taking the folder of the checkpoints"):
+            if world.rank == 0:
+                self._owner = _take(self.folder)
+        self._saver = Saver(world, self.folder, keep, background=background, on_failure=on_failure)
+        self._stop = StopSignal(world, self.folder / "STOP")
+        self._saved_step = -1
+        self._has_looked = self._is_closed = False
+
+    @property
+    def epoch(self) -> int:
+        """The epoch to begin or to go on with, counted from 0: behind an epoch's last step it is the next one."""
+        loader = self.state.loader
+        return loader.epoch + (loader.remaining_steps == 0)
+
+    def resume(self, *, accept_changed: bool = False) -> bool:
+        """Goes on from the newest checkpoint that all ranks can read, if there is one. Collective; before the loop.
+
+        A newer one that is damaged is passed over, which is logged. On another number of ranks, and with another global
+        batch, exactly the samples that are left of the epoch follow.
+
+        Args:
+            accept_changed: begin the epoch anew where the files hold other data than then, instead of raising.
+
+        Returns:
+            Whether there was one.
+
+        Raises:
+            CheckpointError: on all ranks: none of those that are there is usable, or it is of another model,
+                optimizer or scheduler.
+            DataError: on all ranks: it is of other data.
+        """
+        self._has_looked = True
+        with self._world.raise_on_all_ranks("looking for checkpoints"):
+            found = bool(newest_first(self.folder))
+        if not self._world.any(found):
+            return False
+        _, self._saver.newest = restore(self.state, self.folder, accept_changed=accept_changed)
+        self._saved_step = self._world.status.step = self.state.step
+        return True
+
+    def step(self) -> None:
+        """Counts a step of the optimizer, and saves if it is time to. Collective: behind each step, on every rank.
+
+        Raises:
+            CheckpointError: on all ranks: a checkpoint could not be written, or another job has taken the folder.
+            SystemExit: the job was asked to stop; the state is on the disk, and the exit code is 75.
+        """
+        self._begin()
+        state = self.state
+        state.step += 1
+        self._saver.poll()
+        reason = self._stop.agreed()
+        ends_epoch = state.loader.remaining_steps == 0
+        if (
+            reason
+            or (self.every_steps and state.step % self.every_steps == 0)
+            or (self.every_epochs and ends_epoch and (state.epoch + 1) % self.every_epochs == 0)
+        ):
+            self.save()
+        if reason:
+            self._finish()
+            self._world.log_once(
+                f"stopped by {reason} after step {state.step:,}; the state is saved in {self.folder}, from where "
+                f"the next start goes on"
+            )
+            self._stop.exit()
+
+    def save(self) -> None:
+        """Begins a checkpoint of this step, unless there is one; waits for the one before. Collective.
+
+        Raises:
+            CheckpointError: as `step` does.
+        """
+        self._begin()
+        state, world = self.state, self._world
+        if self._saved_step == state.step:
+            return
+        with world.raise_on_all_ranks("looking whose the folder of the checkpoints is"):
+            if self._owner is not None:
+                self._owner.check()
+        state.model.combine_statistics()
+        with world.status.during("checkpoint"):
+            self._saver.save(state.step, state.shared_state, state.rank_state)
+        self._saved_step = state.step
+
+    def close(self) -> None:
+        """Saves the last step, waits until it is on the disk, and gives folder and signals back. Collective.
+
+        Raises:
+            CheckpointError: on all ranks: the last checkpoint could not be written.
+        """
+        if not self._is_closed:
+            self.save()
+            self._finish()
+            self._stop.close()
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        elif not self._is_closed:
+            self._is_closed = True
+            self._saver.leave(error)
+            self._release()
+
+    def _begin(self) -> None:
+        """Refuses a folder whose checkpoints nobody asked for: those of another run would be counted and removed."""
+        if not self._has_looked:
+            self._has_looked = True
+            with self._world.raise_on_all_ranks("looking for checkpoints"):
+                if self._world.rank == 0 and (found := newest_first(self.folder)):
+                    raise CheckpointError(
+                        f"{self.folder} has checkpoints already, the newest {found[0].name}: go on from it by "
+                        f"resume(), or give another folder"
+                    )
+
+    def _finish(self) -> None:
+        """Waits for the checkpoint on its way; the folder may be another job's then. Collective."""
+        self._is_closed = True
+        self._saver.finish()
+        self._saver.close()
+        self._release()
+        if self._saver.failure is not None:
+            raise self._saver.failure
+
+    def _release(self) -> None:
+        if self._owner is not None:
+            self._owner.release()
+
+
+def _take(folder: Path) -> Owner:
+    """Makes a folder and takes it for this job."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        owner = Owner(folder, os.environ)
+        owner.claim()
+    except OSError as error:
+        raise as_checkpoint_error(error, folder) from error
+    return owner
+
+
+def restore(state: TrainState, folder: Path, *, accept_changed: bool = False) -> tuple[dict[str, Any], Path]:
+    """Takes the newest checkpoint that all ranks can read. Collective.
+
+    Args:
+        state: the training.
+        folder: where the checkpoints are.
+        accept_changed: begin the epoch anew where the files hold other data.
+
+    Returns:
+        What the checkpoint holds for all ranks, and its path.
+
+    Raises:
+        CheckpointError: no usable checkpoint; one of another model, optimizer or scheduler.
+        DataError: one of other data.
+    """
+    world = state.world
+    path, passed_over = newest_readable(world, folder)
+    for line in passed_over:
+        world.log_once(f"passed over a newer checkpoint: {line}; the next save sets it aside")
+    with world.raise_on_all_ranks("loading the checkpoint"):
+        saved = read(path, STATE)
+    state.load_state_dict(
+        saved,
+        of_rank=lambda rank: read(path, part_name(rank)),
+        source=f"checkpoint {path}",
+        accept_changed=accept_changed,
+    )
+    world.log_once(f"resumed from {path}: step {state.step:,}, epoch {state.epoch + 1}")
+    return saved, path
