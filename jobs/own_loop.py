@@ -25,7 +25,9 @@ loader = mpidp.HDF5Loader("data/digits.h5", fields=("x", "y"), global_batch=64, 
 model = mpidp.DataParallel(Net().to(world.device), world)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-with mpidp.Checkpoints("runs/own_loop", model, optimizer, loader) as checkpoints:
+state = mpidp.TrainState(model, optimizer, loader)
+
+with mpidp.Checkpoints("runs/own_loop", state) as checkpoints:
     checkpoints.resume()
     for epoch in range(checkpoints.epoch, 5):
         total, samples = 0.0, 0

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mpidp.train.elastic import Survivors
     from mpidp.train.records.trace import Trace
     from mpidp.train.sharded.optimizer import ShardedOptimizer
+    from mpidp.train.state import TrainState
     from mpidp.train.stop import StopSignal
     from mpidp.train.sync_batch_norm import SyncBatchNorm
     from mpidp.world.start import init
@@ -36,6 +37,7 @@ __all__ = [
     "Survivors",
     "SyncBatchNorm",
     "Trace",
+    "TrainState",
     "World",
     "__version__",
     "errors",
@@ -55,6 +57,7 @@ _HOMES = {
     "Survivors": "mpidp.train.elastic",
     "SyncBatchNorm": "mpidp.train.sync_batch_norm",
     "Trace": "mpidp.train.records.trace",
+    "TrainState": "mpidp.train.state",
     "World": "mpidp.world.world",
     "init": "mpidp.world.start",
     "shares": "mpidp.hdf5.shares",

@@ -5,29 +5,23 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import Any
 
 from mpidp.errors import CheckpointError
 from mpidp.train.checkpoint.disk import as_checkpoint_error
 from mpidp.train.checkpoint.read import STATE, newest_first, newest_readable, part_name, read
 from mpidp.train.checkpoint.saver import Saver
-from mpidp.train.data_parallel import DataParallel
 from mpidp.train.records.owner import Owner
 from mpidp.train.signature import check_same
-from mpidp.train.state import Stateful, TrainState
+from mpidp.train.state import TrainState
 from mpidp.train.stop import StopSignal
-
-if TYPE_CHECKING:
-    from mpidp.hdf5.loader import HDF5Loader
-    from mpidp.hdf5.shares import Shares
 
 
 class Checkpoints:
     """Saves a loop of your own on the way, resumes it in the middle of an epoch, and stops it when the job is to end.
 
-        with mpidp.Checkpoints("runs/x", model, optimizer, loader, every_steps=1000) as checkpoints:
+        state = mpidp.TrainState(model, optimizer, loader)
+        with mpidp.Checkpoints("runs/x", state, every_steps=1000) as checkpoints:
             checkpoints.resume()
             for epoch in range(checkpoints.epoch, 5):
                 for batch in model.batches(loader):
@@ -46,23 +40,18 @@ class Checkpoints:
     Making one is collective, and only the main thread may do it, as signals are caught from then on.
 
     Attributes:
-        state: the training as one thing; `state.step` counts the calls of `step`.
+        state: the training; `state.step` counts the calls of `step`.
         folder: where the checkpoints are.
 
     Args:
         folder: of the checkpoints, for all ranks the same; made if it is not there.
-        model: the wrapped model.
-        optimizer: of torch, or a `ShardedOptimizer`.
-        loader: the data: an `HDF5Loader`, or `mpidp.shares` of an ordinary `DataLoader`.
-        scheduler: of learning rates, if any.
+        state: all of the training that is saved.
         every_steps: save after so many steps; 0 for never.
         every_epochs: save after the last step of so many epochs; 0 for never.
         keep: how many checkpoints to keep, the newest ones; at least 1.
         background: train on while files are written; else saving takes the time of writing.
         on_failure: of a checkpoint that cannot be written: "stop" raises `CheckpointError` on all ranks, "warn" logs it
             and trains on, and only the last one of the job raises.
-        others: more to keep that is the same on all ranks, by name, with `state_dict` and `load_state_dict`, such as
-            `scaler=scaler`.
 
     Raises:
         CheckpointError: on all ranks: the folder cannot be made, or another job has it.
@@ -72,17 +61,13 @@ class Checkpoints:
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        model: DataParallel,
-        optimizer: torch.optim.Optimizer,
-        loader: HDF5Loader | Shares,
-        scheduler: Stateful | None = None,
+        state: TrainState,
         *,
         every_steps: int = 0,
         every_epochs: int = 1,
         keep: int = 3,
         background: bool = True,
         on_failure: str = "stop",
-        **others: Stateful,
     ):
         if every_steps < 0 or every_epochs < 0 or keep < 1 or on_failure not in ("stop", "warn"):
             raise ValueError(
@@ -91,10 +76,10 @@ class Checkpoints:
             )
         self.folder = Path(os.path.expanduser(folder))
         self.every_steps, self.every_epochs = every_steps, every_epochs
-        self._world = world = model.world
+        self._world = world = state.world
         settings = {"folder": self.folder, "every_steps": every_steps, "every_epochs": every_epochs, "keep": keep}
         check_same(world, [f"{name}={value}" for name, value in settings.items()], "the Checkpoints")
-        self.state = TrainState(model, optimizer, loader, scheduler, seed=loader.order.seed, others=others)
+        self.state = state
         self._owner: Owner | None = None
         with world.raise_on_all_ranks("taking the folder of the checkpoints"):
             if world.rank == 0:

@@ -49,10 +49,11 @@ class TrainState:
     Args:
         model: the wrapped model; its `world` is that of the state.
         optimizer: of torch, or a `ShardedOptimizer`.
-        loader: what the position in the data is asked for.
+        loader: the data: an `HDF5Loader`, or the `mpidp.shares` of an ordinary `DataLoader`.
         scheduler: of learning rates, if any.
-        seed: of the random streams, which begin anew, repeatably, on another number of ranks.
-        others: more that is the same on all ranks, by name, such as a `GradScaler`.
+        seed: of the random streams, which begin anew, repeatably, on another number of ranks; the loader's by default.
+        others: more that is the same on all ranks, by name, with `state_dict` and `load_state_dict`: a `GradScaler`, an
+            average of the model.
     """
 
     def __init__(
@@ -62,14 +63,14 @@ class TrainState:
         loader: HDF5Loader | Shares,
         scheduler: Stateful | None = None,
         *,
-        seed: int = 0,
+        seed: int | None = None,
         others: Mapping[str, Stateful] | None = None,
     ):
         self.model = model
         self.optimizer = optimizer
         self.loader = loader
         self.scheduler = scheduler
-        self.seed = seed
+        self.seed = loader.order.seed if seed is None else seed
         self.others = dict(others or {})
         self.world = model.world
         self.step = 0

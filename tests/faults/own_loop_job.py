@@ -28,7 +28,8 @@ def main(data: str, folder: Path) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
     records = open(f"steps_{world.rank}.jsonl", "a")  # noqa: SIM115
-    with mpidp.Checkpoints(folder, model, optimizer, loader, scheduler, every_steps=2) as checkpoints:
+    state = mpidp.TrainState(model, optimizer, loader, scheduler)
+    with mpidp.Checkpoints(folder, state, every_steps=2) as checkpoints:
         checkpoints.resume()
         sys.stderr.write(f"rank {world.rank} begins at step {checkpoints.state.step}\n")
         for epoch in range(checkpoints.epoch, EPOCHS):

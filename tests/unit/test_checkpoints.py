@@ -36,7 +36,9 @@ class Training:
         if shares:
             self.loader = mpidp.shares(ROWS, 4, world=self.world)
             self.torch_loader = DataLoader(TensorDataset(torch.arange(ROWS)), batch_sampler=self.loader)
-        self.checkpoints = mpidp.Checkpoints(folder, self.model, self.optimizer, self.loader, **options)
+        self.checkpoints = mpidp.Checkpoints(
+            folder, mpidp.TrainState(self.model, self.optimizer, self.loader), **options
+        )
 
     def batches(self) -> Any:
         if not hasattr(self, "torch_loader"):

@@ -131,6 +131,7 @@ def test_public_names() -> None:
         "Survivors",
         "SyncBatchNorm",
         "Trace",
+        "TrainState",
         "World",
         "__version__",
         "errors",
