@@ -1,62 +1,168 @@
-"""Command-line words enter, an exit code leaves: 0 done, 1 failed, 2 usage, 3 unhealthy, 75 stopped early.
+"""The command line: every command in one table, and how one of them is run.
 
-The top level imports nothing heavy and starts no MPI, so `mpidp --help` is instant and safe on a login node.
-Under a launcher every rank parses the same words; an error is printed once, by rank 0.
+Exit codes: 0 done, 1 failed, 2 usage, 3 unhealthy, 75 stopped early, 130 interrupted, 141 nobody reads the output.
+The top level imports nothing heavy and starts no MPI, so `mpidp --help` is instant and safe on a login node. Under a
+launcher every rank parses the same words; text and errors are printed once, by rank 0.
 """
 
+import difflib
+import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import mpidp
-from mpidp.commands import bench, checkpoint, data, runs, train
-from mpidp.commands.words import (
-    DONE,
-    FAILED,
-    INTERRUPTED,
-    UNREAD,
-    USAGE,
-    Answered,
-    Command,
-    complain,
-    dispatch,
-    parsed,
-    say,
-    started_world,
-)
 from mpidp.errors import SHARED_MARK, ConfigError, MpidpError
+from mpidp.options import HELP, HelpWanted, parse
+from mpidp.printable import visible
 from mpidp.world import signals
+from mpidp.world.current import current_world
+from mpidp.world.launch import launch_facts
 from mpidp.world.log import discard_output, is_unread
 
-USAGE_TEXT = """usage: mpidp COMMAND ...
+if TYPE_CHECKING:
+    from mpidp.world.world import World
 
-Data-parallel PyTorch training over MPI, from HDF5 files.
+DONE, FAILED, USAGE, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141
 
-commands:
-  train RUN.toml [--SECTION.KEY=VALUE ...]   train; alone, or on every rank under mpiexec or srun
-        [--resume RUN_FOLDER | auto]         continue a run from its newest checkpoint; auto: if there is one
-        [--dry-run] [--ranks N]              print shards, buckets and memory for N ranks; no MPI
-        [--print-config]                     print the effective configuration; no MPI
-  submit RUN.toml --nodes N [OPTIONS]        write a batch script for Slurm and submit it; --dry-run prints it; no MPI
-  status [RUN_FOLDER]                        how far a run is, or all in runs/, and what Slurm says of it; no MPI
-  report RUN_FOLDER ... [--output FILE]      write a page about runs: curves, times, settings; no MPI
-  data inspect FILE                          describe an HDF5 file as the loader sees it, with advice
-  data verify FILE ... [--json]              read and decode everything; alone or on all ranks
-  data convert SOURCE ... TARGET             write .npy, .npz, images, CSV or HDF5 as fast HDF5; on all cores
-  data make TARGET --field=NAME:TYPE:SIZE    write synthetic data that can be learnt
-  checkpoint list | verify | export RUN      look at the checkpoints of a run, check them, take the model out; no MPI
-  bench allreduce [OPTIONS]                  time the mean of a buffer over the ranks, under mpiexec or srun
-  bench step [OPTIONS]                       time a training step, likewise; --help lists the options
-  doctor [FILE] [--probe] [--json]           what is wrong here and how to mend it; alone or under mpiexec or srun
-  bench loader FILE [OPTIONS]                time reading an HDF5 file, beside other loaders; no MPI
 
-options:
-  -h, --help       show this text; mpidp train [RUN.toml] --help lists every setting
-  --version        show the version
+@dataclass(frozen=True)
+class Command:
+    """One command of the table.
 
-exit codes: 0 done, 1 failed, 2 usage or configuration, 3 doctor found a failure,
-75 stopped early after a save, 130 interrupted, 141 nobody reads what it prints"""
+    Attributes:
+        name: the words that stand for it, after `mpidp`.
+        takes: what follows them, for the list of commands.
+        summary: one line for that list.
+        run: module:function. It is given the options and returns a text to print, or a text and whether all is well,
+            or an exit code.
+        options: module:class, a dataclass that `mpidp.options` reads; empty if `run` reads the words itself.
+        under_launcher: which ranks run it: "all"; "first", which answers for all; "none", since it is no job of ranks.
+    """
+
+    name: str
+    takes: str
+    summary: str
+    run: str
+    options: str = ""
+    under_launcher: Literal["all", "first", "none"] = "first"
+
+
+_DATA, _CHECKPOINT, _BENCH = "mpidp.tools.data", "mpidp.tools.checkpoint", "mpidp.tools.bench"
+COMMANDS = (
+    Command(
+        "train",
+        "RUN.toml [--SECTION.KEY=VALUE ...] [--resume RUN_FOLDER | auto] [--dry-run] [--print-config]",
+        "train, alone or on every rank under mpiexec or srun; --dry-run and --print-config only show what would be",
+        "mpidp.tools.train:train",
+        under_launcher="all",
+    ),
+    Command(
+        "submit",
+        "RUN.toml --nodes N [OPTIONS]",
+        "write a batch script for Slurm and submit it; --dry-run prints it",
+        "mpidp.tools.submit:submit_by",
+    ),
+    Command(
+        "status",
+        "[RUN_FOLDER]",
+        "how far a run is, or all in runs/, and what Slurm says of it",
+        "mpidp.tools.status:status_by",
+        "mpidp.tools.status:StatusOptions",
+    ),
+    Command(
+        "report",
+        "RUN_FOLDER ... [--output FILE]",
+        "write a page about runs: curves, times, settings",
+        "mpidp.tools.report.report:report_by",
+        "mpidp.tools.report.report:ReportOptions",
+    ),
+    Command(
+        "data inspect",
+        "FILE",
+        "describe an HDF5 file as the loader sees it, with advice",
+        f"{_DATA}.inspect:inspect_by",
+        f"{_DATA}.options:InspectOptions",
+    ),
+    Command(
+        "data verify",
+        "FILE ... [--json]",
+        "read and decode every chunk and name what is wrong; alone or on all ranks",
+        f"{_DATA}.verify:verify_by",
+        f"{_DATA}.options:VerifyOptions",
+        "all",
+    ),
+    Command(
+        "data convert",
+        "SOURCE ... TARGET",
+        "write .npy, .npz, a folder of images, CSV or HDF5 as fast HDF5, on all cores of this node",
+        f"{_DATA}.convert:convert_by",
+        f"{_DATA}.options:ConvertOptions",
+        "none",
+    ),
+    Command(
+        "data make",
+        "TARGET --field=NAME:TYPE:SIZE",
+        "write synthetic data that can be learnt",
+        f"{_DATA}.convert:make_by",
+        f"{_DATA}.options:MakeOptions",
+        "none",
+    ),
+    Command(
+        "checkpoint list",
+        "RUN_FOLDER",
+        "names, times and sizes of the checkpoints of a run",
+        f"{_CHECKPOINT}:list_checkpoints",
+        f"{_CHECKPOINT}:ListOptions",
+    ),
+    Command(
+        "checkpoint verify",
+        "RUN_FOLDER",
+        "compare every file with its checksum; exit code 1 names what is damaged",
+        f"{_CHECKPOINT}:verify",
+        f"{_CHECKPOINT}:VerifyOptions",
+    ),
+    Command(
+        "checkpoint export",
+        "RUN_FOLDER [OPTIONS]",
+        "write the model of the newest whole checkpoint as a file for other programs",
+        f"{_CHECKPOINT}:export",
+        f"{_CHECKPOINT}:ExportOptions",
+    ),
+    Command(
+        "bench allreduce",
+        "[OPTIONS]",
+        "time the mean of a buffer over the ranks, under mpiexec or srun",
+        f"{_BENCH}.bench:bench",
+        f"{_BENCH}.options:AllreduceOptions",
+        "all",
+    ),
+    Command(
+        "bench step",
+        "[OPTIONS]",
+        "time a training step, under mpiexec or srun",
+        f"{_BENCH}.bench:bench",
+        f"{_BENCH}.options:StepOptions",
+        "all",
+    ),
+    Command(
+        "bench loader",
+        "FILE [OPTIONS]",
+        "time reading an HDF5 file, beside other loaders; one process",
+        f"{_BENCH}.loader:bench_loader",
+        f"{_BENCH}.options:LoaderOptions",
+    ),
+    Command(
+        "doctor",
+        "[FILE] [--probe] [--json]",
+        "what is wrong here and how to mend it; alone or under mpiexec or srun",
+        "mpidp.tools.doctor.doctor:doctor",
+        "mpidp.tools.doctor.doctor:DoctorOptions",
+        "all",
+    ),
+)
 
 
 def run() -> NoReturn:
@@ -84,24 +190,83 @@ def main(argv: Sequence[str] | None = None) -> int:
     An error that only this rank knows of is raised, not returned: the world's hooks then end the whole job.
     """
     words = [_with_home(word) for word in (sys.argv[1:] if argv is None else argv)]
-    if words == ["--version"]:
-        say(f"mpidp {mpidp.__version__}")
-        return DONE
     try:
-        return dispatch(words, COMMANDS, "mpidp", USAGE_TEXT)
-    except Answered as answer:
-        return answer.code
+        return _dispatch(words)
+    except HelpWanted as text:
+        _say(str(text))
+        return DONE
     except MpidpError as error:
         _leave_together(error)
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
-        complain(f"{error}{notes}")
+        _complain(f"{error}{notes}")
         return USAGE if isinstance(error, ConfigError) else FAILED
     except KeyboardInterrupt:
         if _is_one_of_many():
             raise
-        world = started_world()
-        complain(f"interrupted{world.guard.last_words() if world else ''}")
+        world = current_world()
+        _complain(f"interrupted{world.guard.last_words() if world else ''}")
         return INTERRUPTED
+
+
+def _dispatch(words: list[str]) -> int:
+    """Run the command that the first words name, or say which there are."""
+    if words == ["--version"]:
+        _say(f"mpidp {mpidp.__version__}")
+        return DONE
+    for command in COMMANDS:
+        names = command.name.split()
+        if words[: len(names)] == names:
+            return _run(command, words[len(names) :])
+    group = words[:1] if any(command.name.startswith(f"{words[0]} ") for command in COMMANDS if words) else []
+    rest = words[len(group) :]
+    if not rest or rest[0] in HELP:
+        _say(_list_commands(*group))
+        return DONE if rest else USAGE
+    prefix = " ".join(["mpidp", *group])
+    known = [command.name.split()[len(group)] for command in COMMANDS if command.name.split()[: len(group)] == group]
+    close = difflib.get_close_matches(rest[0], known, n=1)
+    hint = f" Did you mean {prefix} {close[0]}?" if close else ""
+    listing = ", ".join(dict.fromkeys(known))
+    raise ConfigError(f"unknown command {prefix} {rest[0]}.{hint} Known: {listing}. See {prefix} --help.")
+
+
+def _run(command: Command, words: list[str]) -> int:
+    options: Any = words
+    if command.options:
+        options = parse(_load(command.options), f"mpidp {command.name}", words)
+    size = launch_facts(os.environ).size or 1
+    if size > 1 and command.under_launcher == "none":
+        raise ConfigError(
+            f"mpidp {command.name} spreads its work over the cores of one node by itself; start it without mpiexec "
+            f"or srun, which started {size} of it, or with one task of many CPUs."
+        )
+    if command.under_launcher == "first" and not speaks():
+        return DONE  # one process answers for all
+    answer: str | tuple[str, bool] | int = _load(command.run)(options)
+    if isinstance(answer, int):
+        return answer
+    text, is_well = (answer, True) if isinstance(answer, str) else answer
+    _say(text)
+    if not is_well and (world := current_world()) is not None:
+        world.guard.remove()  # all ranks leave with this code: nobody has to be told
+    return DONE if is_well else FAILED
+
+
+def _load(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _list_commands(group: str = "") -> str:
+    """Return the help of the top level, or of the commands that begin with one word."""
+    prefix = f"mpidp {group}".strip()
+    lines = [f"usage: {prefix} COMMAND ...", "", "Data-parallel PyTorch training over MPI, from HDF5 files.", ""]
+    for command in COMMANDS:
+        if command.name.startswith(f"{group} " if group else ""):
+            lines += [f"  {command.name} {command.takes}", f"      {command.summary}"]
+    lines += ["", f"{prefix} COMMAND --help lists the options of a command; mpidp --version shows the version.", ""]
+    lines += ["exit codes: 0 done, 1 failed, 2 usage or configuration, 3 doctor found a failure,"]
+    return "\n".join([*lines, "75 stopped early after a save, 130 interrupted, 141 nobody reads what it prints"])
 
 
 def _with_home(word: str) -> str:
@@ -110,30 +275,27 @@ def _with_home(word: str) -> str:
     return f"{option}{equals}{os.path.expanduser(value)}"
 
 
-def _doctor(words: list[str]) -> int:
-    from mpidp.tools.doctor.doctor import parse
-
-    options = parsed(lambda: parse(words))
-    from mpidp.tools.doctor.doctor import doctor
-
-    return doctor(options)
+def speaks() -> bool:
+    """Whether this process is the one that prints: rank 0, which is another one when the first has died."""
+    world = current_world()
+    return launch_facts(os.environ).speaks if world is None else world.rank == 0
 
 
-COMMANDS: dict[str, Command] = {
-    "train": train.train,
-    "data": data.data,
-    "submit": runs.submit,
-    "status": runs.status,
-    "report": runs.report,
-    "checkpoint": checkpoint.checkpoint,
-    "bench": bench.bench,
-    "doctor": _doctor,
-}
+def _say(text: str) -> None:
+    """Print on the standard output, once a job."""
+    if speaks():
+        print(visible(text))
+
+
+def _complain(text: str) -> None:
+    """Print on the standard error, once a job."""
+    if speaks():
+        print(f"mpidp: error: {visible(text)}", file=sys.stderr)
 
 
 def _leave_together(error: MpidpError) -> None:
     """Let this rank exit by itself if every rank does; raise the error again if the others do not know it."""
-    world = started_world()
+    world = current_world()
     if world is None:
         return
     if world.size > 1 and not getattr(error, SHARED_MARK, False):
@@ -142,5 +304,5 @@ def _leave_together(error: MpidpError) -> None:
 
 
 def _is_one_of_many() -> bool:
-    world = started_world()
+    world: World | None = current_world()
     return world is not None and world.size > 1

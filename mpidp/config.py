@@ -1,6 +1,6 @@
 """The configuration of a run: its sections, how a run file becomes one, and which values are allowed.
 
-Defaults < file < command line (`mpidp.options`). The text under each field is its help on the command line.
+Defaults < file < command line (`mpidp.tools.train`). The text under each field is its help on the command line.
 Relative paths are relative to the current folder.
 """
 

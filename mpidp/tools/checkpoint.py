@@ -3,15 +3,13 @@
 import importlib.util
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
-
-import tyro
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from mpidp.errors import CheckpointError, ConfigError
+from mpidp.options import Arg
 from mpidp.printable import listed
 from mpidp.tools.table import size_text, table
 from mpidp.train.checkpoint import manifest as manifests
@@ -22,9 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-Options = TypeVar("Options", bound="ListOptions | VerifyOptions | ExportOptions")
-
-_Place = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_FOLDER")]
+_Place = Annotated[Path, Arg("RUN_FOLDER", positional=True)]
 
 
 @dataclass(frozen=True)
@@ -57,34 +53,13 @@ class ExportOptions:
     """Write the optimizer's state too."""
 
 
-def parse(kind: type[Options], words: Sequence[str], console_outputs: bool = True) -> Options:
-    """Read the words after `mpidp checkpoint list`, `verify` or `export`.
-
-    Args:
-        kind: the command's options.
-        words: the command line's words.
-        console_outputs: whether the parser prints help and errors.
-
-    Raises:
-        SystemExit: 0 after help, 2 after an error that the parser has printed.
-    """
-    name = {ListOptions: "list", VerifyOptions: "verify", ExportOptions: "export"}[kind]
-    return tyro.cli(
-        kind,
-        prog=f"mpidp checkpoint {name}",
-        args=words,
-        console_outputs=console_outputs,
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
-
-
-def list_checkpoints(place: Path) -> str:
+def list_checkpoints(options: ListOptions) -> str:
     """A table of the checkpoints, newest first, without reading their content.
 
     Raises:
         CheckpointError: there are none.
     """
-    paths = find(place)
+    paths = find(options.place)
     rows = [_row(path) for path in paths]
     lines = [f"{paths[0].parent}: {len(paths)} checkpoint{'' if len(paths) == 1 else 's'}"]
     lines.append(table(("name", "saved", "ranks", "files", "size", "state"), rows))
@@ -94,14 +69,14 @@ def list_checkpoints(place: Path) -> str:
     return "\n".join(lines)
 
 
-def verify(place: Path) -> tuple[str, bool]:
+def verify(options: VerifyOptions) -> tuple[str, bool]:
     """A line for each checkpoint, and for each damaged file; and whether all are whole.
 
     Raises:
         CheckpointError: there are none.
     """
     lines, whole = [], True
-    for path in find(place):
+    for path in find(options.place):
         faults = _faults(path)
         whole &= not faults
         lines.append(f"{path}: {'damaged' if faults else 'whole'}")
@@ -166,37 +141,33 @@ def _row(path: Path) -> tuple[object, ...]:
 _SUFFIX = {"torch": ".pt", "safetensors": ".safetensors"}
 
 
-def export(place: Path, output: Path | None, kind: str, with_optimizer: bool) -> str:
-    """Writes the model of a checkpoint; returns what was written, in words.
+def export(options: ExportOptions) -> str:
+    """Write the model of a checkpoint; return what was written, in words.
 
-    Args:
-        place: folder of a run, its checkpoints folder, or one checkpoint.
-        output: the file, which must not exist; None for `model.pt` or `model.safetensors` in the current folder.
-        kind: "torch": the model's state_dict, or {"model": ..., "optimizer": ...}; "safetensors": tensors by name,
-            behind "model." and "optimizer.state." where there are both, and what is no tensor as JSON in the metadata.
-        with_optimizer: the optimizer's state too.
+    As "torch" it is the model's state_dict, or {"model": ..., "optimizer": ...}. As "safetensors" it is tensors by
+    name, behind "model." and "optimizer.state." where there are both, and what is no tensor as JSON in the metadata.
 
     Raises:
         CheckpointError: no whole checkpoint.
         ConfigError: the file exists or cannot be written; safetensors is not installed.
     """
-    target = output or Path(f"model{_SUFFIX[kind]}")
+    target = options.output or Path(f"model{_SUFFIX[options.format]}")
     if target.exists():
         raise ConfigError(f"--output={target} exists, and is not overwritten. Give another name.")
-    if kind == "safetensors" and importlib.util.find_spec("safetensors") is None:
+    if options.format == "safetensors" and importlib.util.find_spec("safetensors") is None:
         raise ConfigError("--format=safetensors needs a package: pip install 'mpidp[safetensors]'")
-    path, passed_over = newest_whole(place)
+    path, passed_over = newest_whole(options.place)
     state = read(path, STATE)
-    chosen = {"model": state["model"], "optimizer": _optimizer(state, path)} if with_optimizer else state["model"]
+    chosen = {"model": state["model"], "optimizer": _optimizer(state, path)} if options.optimizer else state["model"]
     partial = target.with_name(f".{target.name}.partial")
     try:
-        _write(partial, chosen, kind, with_optimizer, int(state["step"]))
+        _write(partial, chosen, options, int(state["step"]))
         partial.replace(target)
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise ConfigError(f"--output={target} cannot be written: {error.strerror}. Give another place.") from error
     lines = [f"passed over a newer checkpoint: {line}" for line in passed_over]
-    what = "model and optimizer" if with_optimizer else "model"
+    what = "model and optimizer" if options.optimizer else "model"
     return "\n".join([*lines, f"{target}: {what} of {path}, {size_text(target.stat().st_size)}"])
 
 
@@ -207,15 +178,15 @@ def _optimizer(state: dict[str, Any], path: Path) -> dict[str, Any]:
     return plain_state(state["optimizer"], partial(read_shard, path))
 
 
-def _write(path: Path, chosen: Any, kind: str, with_optimizer: bool, step: int) -> None:
+def _write(path: Path, chosen: Any, options: ExportOptions, step: int) -> None:
     import torch
 
     path.unlink(missing_ok=True)  # of a killed export; and never what somebody's link of that name leads to
     with open(path, "xb") as file:
-        if kind == "torch":
+        if options.format == "torch":
             torch.save(chosen, file)
         else:
-            file.write(_safetensors(chosen, with_optimizer, step))
+            file.write(_safetensors(chosen, options.optimizer, step))
         file.flush()
         os.fsync(file.fileno())
 

@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from mpidp.errors import ConfigError, RecordError
+from mpidp.options import Arg
 from mpidp.tools.table import table
 from mpidp.train.checkpoint.read import newest_first
 from mpidp.train.records import starts
@@ -191,6 +192,22 @@ def _left_s(path: Path, start: dict[str, Any], step: int | None, total: int | No
 
 
 SLURM_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True)
+class StatusOptions:
+    """Print how far a run is (step, loss, time left, last checkpoint, restarts) and what Slurm says of its job.
+
+    Without a folder, a line for each run in runs/.
+    """
+
+    folder: Annotated[Path | None, Arg("[RUN_FOLDER]", positional=True)] = None
+    """Folder of a run, or of runs."""
+
+
+def status_by(options: StatusOptions) -> str:
+    """Print what the command line asks for; as `status`."""
+    return status(options.folder)
 
 
 def status(path: Path | None) -> str:

@@ -23,7 +23,6 @@ PACKAGES = {
     "mpi4py": "4.1.2",
     "numpy": "2.4.6",
     "h5py": "3.16.0",
-    "tyro": "1.0.17",
 }
 HDF5 = HDF5Library("3.16.0", "2.0.0", False, {"deflate": True}, {"hdf5plugin": True, "imagecodecs": True})
 

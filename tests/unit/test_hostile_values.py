@@ -11,11 +11,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mpidp import options as train_options
 from mpidp.cli import main
 from mpidp.errors import ConfigError
 from mpidp.printable import listed, shown
-from mpidp.tools.submit import parse, render
+from mpidp.tools.submit import read_job, render
+from mpidp.tools.train import read_options
 
 JOBS = Path(__file__).parents[2] / "jobs"
 NASTY = ["\n", "\r", "\0", "\t", " ", "'", '"', "$", "`", ";", "&", "|", "\\", "#", "-", "..", "/", "%", "é", "\u2028"]
@@ -92,7 +92,7 @@ def test_every_value_is_one_word_of_the_script_or_refused(place: Path, option: s
     free = f"--model.arguments.text={value}"
     words = [str(place / "run.toml"), "--ranks-per-node=2", "--requeue", given, free]
     try:
-        _, job, config = parse(words, lambda rest: train_options.parse(rest, console_outputs=False).config)
+        job, config = read_job(words)
     except ConfigError as error:
         assert "control character" in str(error) or option in str(error) or "--sbatch" in str(error)
         return
@@ -103,7 +103,7 @@ def test_every_value_is_one_word_of_the_script_or_refused(place: Path, option: s
     if option in ("run.name", "partition", "account", "qos", "sbatch") and value:
         assert directives.get(option, given) in found
     code_75 = [*arrived(script.replace("code=0", "code=75"), place, SLURM_JOB_ID="7", SLURM_RESTART_COUNT="0")]
-    trained = ["srun", "-K", f"--mpi={job.mpi}", sys.executable, "-m", "mpidp", "train", *job.words]
+    trained = ["srun", "-K", f"--mpi={job.options.mpi}", sys.executable, "-m", "mpidp", "train", *job.words]
     assert code_75 == [*trained, "scontrol", "requeue", "7"]
     assert free in job.words and config.model.arguments["text"] is not None
 
@@ -118,26 +118,24 @@ def test_a_name_that_is_no_plain_folder_name_is_refused(place: Path, name: str, 
     text = (place / "run.toml").read_text()
     file.write_text(text.replace('"digits"', f'"{name}"'.replace("\n", "\\n")) if by == "file" else text)
     with pytest.raises(ConfigError, match=r"run\.name = .*; expected"):
-        train_options.parse([str(file), *([f"--run.name={name}"] if by == "command line" else [])])
+        read_options([str(file), *([f"--run.name={name}"] if by == "command line" else [])])
 
 
 @pytest.mark.parametrize("name", ["a b", "lr=1e-3,wd=0.1", "mnist_v1.2+aug", "über", "模型", "x@node"])
 def test_a_plain_name_is_taken(place: Path, name: str) -> None:
-    assert train_options.parse([str(place / "run.toml"), f"--run.name={name}"]).config.run.name == name
+    assert read_options([str(place / "run.toml"), f"--run.name={name}"]).config.run.name == name
 
 
 def test_other_texts_of_a_run_file_hold_no_control_characters(place: Path) -> None:
     with pytest.raises(ConfigError, match=r"run\.folder = 'a\\x00b'; expected.*\n.*data\.train = 'a\\nb'; expected"):
-        train_options.parse([str(place / "run.toml"), "--run.folder=a\0b", "--data.train=a\nb"])
-    texts = train_options.parse([str(place / "run.toml"), "--model.arguments.text=a\nb"]).config.model.arguments
+        read_options([str(place / "run.toml"), "--run.folder=a\0b", "--data.train=a\nb"])
+    texts = read_options([str(place / "run.toml"), "--model.arguments.text=a\nb"]).config.model.arguments
     assert texts == {"text": "a\nb"}, "keyword arguments are the model's own business"
 
 
 def test_a_count_in_the_environment_is_never_run(place: Path) -> None:
     """Bash runs commands in array subscripts of whatever it takes for arithmetic."""
-    _, job, _ = parse(
-        [str(place / "run.toml"), "--ranks-per-node=2", "--requeue"], lambda rest: train_options.parse(rest).config
-    )
+    job, _ = read_job([str(place / "run.toml"), "--ranks-per-node=2", "--requeue"])
     script = render(job).replace("code=0", "code=75")
     assert "scontrol" not in arrived(script, place, SLURM_RESTART_COUNT="a[$(touch owned)]", SLURM_JOB_ID="7")
 
@@ -243,7 +241,7 @@ def test_lists_and_values_of_any_length_make_short_messages() -> None:
             ["train", "run.toml", "--data.fields", *(f"f{n}" for n in range(3000)), "--data.train=a\nb"],
             "data.train",
         ),
-        (["data", "inspect", *(f"{n}.h5" for n in range(3000))], "takes one FILE; found 3000 words"),
+        (["data", "inspect", *(f"{n}.h5" for n in range(3000))], "unknown word 1.h5 2.h5"),
         (["train", "strangers.toml"], "there is no such field in data.fields, which has x, y"),
     ],
 )

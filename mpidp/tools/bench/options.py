@@ -2,27 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeVar
-
-import tyro
+from typing import Annotated, Literal
 
 from mpidp.errors import ConfigError
-from mpidp.tools.data.options import Names
+from mpidp.options import Arg, Names
 
 BUFFER_ITEMSIZE = 4  # buffers are float32
 
-Options = TypeVar("Options", bound="AllreduceOptions | StepOptions | LoaderOptions")
-
 # Lists are one word with commas, as in --bytes=4096,1048576, so that options may come in any order.
 _Sizes = Annotated[
-    tuple[int, ...],
-    tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="BYTES,BYTES",
-        instance_from_str=lambda words: tuple(int(word) for word in words[0].split(",")),
-        is_instance=lambda value: isinstance(value, tuple),
-        str_from_instance=lambda sizes: [",".join(map(str, sizes))],
-    ),
+    tuple[int, ...], Arg("BYTES,BYTES", lambda word: tuple(int(size) for size in word.split(",")), name="bytes")
 ]
 
 
@@ -30,7 +19,7 @@ _Sizes = Annotated[
 class AllreduceOptions:
     """Time the mean of a float32 buffer over the ranks. Run it under mpiexec or srun."""
 
-    sizes: Annotated[_Sizes, tyro.conf.arg(name="bytes")] = (4096, 1 << 20, 64 << 20)
+    sizes: _Sizes = (4096, 1 << 20, 64 << 20)
     """Buffer sizes in bytes."""
     reducers: Names = ("auto", "node", "flat", "naive", "mpi", "copy")
     """What to time: reducers, such as node or flat/bf16; mpi, the library's plain Allreduce; copy, the limit."""
@@ -40,6 +29,15 @@ class AllreduceOptions:
     """Timed repeats of each row."""
     json: bool = False
     """Print one line of JSON instead of a table."""
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for values that cannot be used."""
+        _check_repeats(self.repeats)
+        _check_distinct("--reducers", self.reducers)
+        _check_distinct("--bytes", self.sizes)
+        odd = [size for size in self.sizes if size <= 0 or size % BUFFER_ITEMSIZE]
+        if odd:
+            raise ConfigError(f"--bytes={odd[0]}; expected a positive multiple of {BUFFER_ITEMSIZE} (float32).")
 
 
 @dataclass(frozen=True)
@@ -59,12 +57,19 @@ class StepOptions:
     json: bool = False
     """Print one line of JSON instead of a table."""
 
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for values that cannot be used."""
+        _check_repeats(self.repeats)
+        _check_distinct("--reducers", self.reducers)
+        if self.scale < 1:
+            raise ConfigError(f"--scale={self.scale}; expected at least 1.")
+
 
 @dataclass(frozen=True)
 class LoaderOptions:
     """Time how one process reads an HDF5 file, beside what the machine allows and what others do. Starts no MPI."""
 
-    file: tyro.conf.Positional[str]
+    file: Annotated[str, Arg("FILE", positional=True)]
     """The HDF5 file."""
     fields: Names = ("x", "y")
     """Its datasets."""
@@ -85,49 +90,18 @@ class LoaderOptions:
     json: bool = False
     """Print one line of JSON instead of a table."""
 
-
-def parse(kind: type[Options], words: Sequence[str], console_outputs: bool = True) -> Options:
-    """Read the words after `mpidp bench allreduce`, `step` or `loader`.
-
-    Args:
-        kind: `AllreduceOptions`, `StepOptions` or `LoaderOptions`.
-        words: the command line's words.
-        console_outputs: whether the parser prints help and errors.
-
-    Raises:
-        ConfigError: a value that cannot be used.
-        SystemExit: 0 after help, 2 after an error that the parser has printed.
-    """
-    options = tyro.cli(
-        kind,
-        prog=f"mpidp bench {kind.__name__.removesuffix('Options').lower()}",
-        args=words,
-        console_outputs=console_outputs,
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
-    _check(options)
-    return options
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for values that cannot be used."""
+        _check_repeats(self.repeats)
+        _check_distinct("--fields", self.fields)
+        _check_distinct("--shuffles", self.shuffles)
+        if self.samples < 1 or self.threads < 0:
+            raise ConfigError(f"--samples={self.samples} --threads={self.threads}; expected 1 or more, 0 or more.")
 
 
-def _check(options: AllreduceOptions | StepOptions | LoaderOptions) -> None:
-    if options.repeats < 1:
-        raise ConfigError(f"--repeats={options.repeats}; expected at least 1.")
-    if isinstance(options, LoaderOptions):
-        _check_distinct("--fields", options.fields)
-        _check_distinct("--shuffles", options.shuffles)
-        if options.samples < 1 or options.threads < 0:
-            raise ConfigError(
-                f"--samples={options.samples} --threads={options.threads}; expected 1 or more, 0 or more."
-            )
-        return
-    if isinstance(options, StepOptions) and options.scale < 1:
-        raise ConfigError(f"--scale={options.scale}; expected at least 1.")
-    _check_distinct("--reducers", options.reducers)
-    if isinstance(options, AllreduceOptions):
-        _check_distinct("--bytes", options.sizes)
-        odd = [size for size in options.sizes if size <= 0 or size % BUFFER_ITEMSIZE]
-        if odd:
-            raise ConfigError(f"--bytes={odd[0]}; expected a positive multiple of {BUFFER_ITEMSIZE} (float32).")
+def _check_repeats(repeats: int) -> None:
+    if repeats < 1:
+        raise ConfigError(f"--repeats={repeats}; expected at least 1.")
 
 
 def _check_distinct(option: str, values: Sequence[object]) -> None:

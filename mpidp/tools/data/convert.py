@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import fields
 from pathlib import Path
 
 from mpidp.errors import ConfigError, DataError
@@ -260,9 +261,10 @@ def _is_hdf5(path: str) -> bool:
 
 def _check_options(options: ConvertOptions, kind: str) -> None:
     """Raise `ConfigError` for an option that this kind of source has no use for: it would be ignored silently."""
+    defaults = {field.name: field.default for field in fields(ConvertOptions)}
     for other, names in _ONLY.items():
         for name in names:
-            if name not in _ONLY[kind] and getattr(options, name) != getattr(ConvertOptions(), name):
+            if name not in _ONLY[kind] and getattr(options, name) != defaults[name]:
                 raise ConfigError(f"--{name.replace('_', '-')} is for sources of kind {other}; this one is {kind}.")
 
 

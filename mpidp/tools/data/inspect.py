@@ -18,6 +18,7 @@ from mpidp.hdf5.memory_budget import choose_mixing, choose_shuffle, default_node
 from mpidp.hdf5.order.order import Order
 from mpidp.hdf5.read import decoding, slow_paths
 from mpidp.printable import listed
+from mpidp.tools.data.options import InspectOptions
 from mpidp.tools.data.plan import default_chunk_rows
 from mpidp.tools.table import size_text, table
 from mpidp.world.system import memory_limit
@@ -197,6 +198,11 @@ def _command(path: str) -> str:
 
 _ORDERS: tuple[ReadOrder, ...] = ("lanes", "full", "none")
 _MOST_NAMED = 10
+
+
+def inspect_by(options: InspectOptions) -> tuple[str, bool]:
+    """Describe the file that the command line names; as `inspect`."""
+    return inspect(options.file)
 
 
 def inspect(path: str) -> tuple[str, bool]:

@@ -1,27 +1,11 @@
 """Command-line options of `mpidp data verify`, `convert` and `make`. Starts no MPI."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeVar
-
-import tyro
+from typing import Annotated, Literal
 
 from mpidp.errors import ConfigError
-
-Names = Annotated[
-    tuple[str, ...],
-    tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="NAME,NAME",
-        instance_from_str=lambda words: tuple(words[0].split(",")),
-        is_instance=lambda value: isinstance(value, tuple),
-        str_from_instance=lambda names: [",".join(names)],
-    ),
-]
-
-
-Options = TypeVar("Options", bound="VerifyOptions | ConvertOptions | MakeOptions")
+from mpidp.options import Arg, Names
 
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
@@ -34,16 +18,19 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2]])
 
 
-_Size = Annotated[
-    int,
-    tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="BYTES",
-        instance_from_str=lambda words: parse_size(words[0]),
-        is_instance=lambda value: isinstance(value, int),
-        str_from_instance=lambda size: [str(size)],
-    ),
-]
+_Size = Annotated[int, Arg("BYTES", parse_size)]
+
+
+@dataclass(frozen=True)
+class InspectOptions:
+    """Describe an HDF5 file as the loader sees it: datasets, what a run would make of them, and advice.
+
+    Datasets are shown with shape, type, layout, chunks, filters, size and attributes. Exit code 1 if an object is
+    damaged.
+    """
+
+    file: Annotated[str, Arg("FILE", positional=True)]
+    """The HDF5 file."""
 
 
 @dataclass(frozen=True)
@@ -55,19 +42,24 @@ class VerifyOptions:
     lead nowhere. Exit code 1 when there is one. Alone, or on all ranks under mpiexec or srun, which share the chunks.
     """
 
-    files: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE ...")]
+    files: Annotated[tuple[str, ...], Arg("FILE", positional=True)]
     """HDF5 files."""
     limit: int = 20
     """How many findings are named for each file; the others are counted."""
     json: bool = False
     """Print one line of JSON instead of text."""
 
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for values that cannot be used."""
+        if self.limit < 1:
+            raise ConfigError(f"--limit={self.limit}; expected at least 1.")
+
 
 @dataclass(frozen=True)
 class Written:
     """How a file is written."""
 
-    compression: Annotated[str, tyro.conf.arg(metavar="NAME[:LEVEL]")] = "gzip:4"
+    compression: Annotated[str, Arg("NAME[:LEVEL]")] = "gzip:4"
     """none, gzip:0-9, lzf, and with the extra `compression` zstd:1-22, lz4, blosc-lz4:0-9, blosc-zstd:0-9."""
     no_byte_shuffle: bool = False
     """Compress values as they are, instead of bytes of equal significance together (HDF5's shuffle filter)."""
@@ -82,6 +74,15 @@ class Written:
     overwrite: bool = False
     """Replace the target if it exists, when its successor is complete."""
 
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for values that cannot be used."""
+        if self.chunk_rows < 0:
+            raise ConfigError(f"--chunk-rows={self.chunk_rows}; expected a number of rows, or 0 for the default.")
+        if self.chunk_rows and self.chunk_bytes:
+            raise ConfigError("--chunk-rows and --chunk-bytes say the same thing; give one of them.")
+        if self.workers < 0:
+            raise ConfigError(f"--workers={self.workers}; expected a number of threads, or 0 for one a core.")
+
 
 @dataclass(frozen=True)
 class ConvertOptions(Written):
@@ -93,21 +94,21 @@ class ConvertOptions(Written):
     it is complete; until then it lies in a folder TARGET.*.part beside it, which only a kill leaves there.
     """
 
-    paths: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE ... TARGET")] = ()
+    paths: Annotated[tuple[str, ...], Arg("SOURCE ... TARGET", positional=True)] = ()
     """What to convert, and last the HDF5 file to write."""
     fields: Names = ()
     """HDF5 and .npz: only these datasets."""
     expand_external: bool = False
     """HDF5: copy what lies in other files, too: external links (else kept as links), external raw files and sources of
     virtual datasets (else refused). Such a file may name any file that you can read."""
-    stack_groups: Annotated[str | None, tyro.conf.arg(metavar="GROUP")] = None
+    stack_groups: Annotated[str | None, Arg("GROUP")] = None
     """HDF5: make one dataset of each field of the groups in this group (/ for the file), a group being a row, in
     natural order of their names."""
     shuffle_rows: int | None = None
     """Write the rows in a random order that follows from this seed, the same for all datasets."""
     memory: _Size = 1 << 30
     """What all threads together may hold. With --shuffle-rows, HDF5 is read 5 x workers x its size / memory times."""
-    resize: Annotated[str | None, tyro.conf.arg(metavar="WIDTHxHEIGHT")] = None
+    resize: Annotated[str | None, Arg("WIDTHxHEIGHT")] = None
     """Images: bring all to this size."""
     mode: Literal["L", "RGB", "RGBA"] | None = None
     """Images: bring all to grey (L), RGB or RGBA."""
@@ -124,6 +125,12 @@ class ConvertOptions(Written):
     empty_as_nan: bool = False
     """CSV: empty cells become NaN instead of an error."""
 
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for values that cannot be used."""
+        super().__post_init__()
+        if len(self.paths) < 2:
+            raise ConfigError("mpidp data convert takes SOURCE and TARGET; see mpidp data convert --help.")
+
 
 @dataclass(frozen=True)
 class MakeOptions(Written):
@@ -133,54 +140,19 @@ class MakeOptions(Written):
     Values follow from the seed, whatever the chunks, filters and workers.
     """
 
-    target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")] = ""
+    target: Annotated[str, Arg("TARGET", positional=True)] = ""
     """The HDF5 file to write."""
     rows: int = 1000
     """Number of rows."""
-    field: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME:TYPE[:SIZE,SIZE]")] = ()
+    field: Annotated[tuple[str, ...], Arg("NAME:TYPE[:SIZE,SIZE]", append=True)] = ()
     """A dataset, such as x:float32:3,32,32 or y:int64; give it once for each."""
     classes: int = 10
     """Number of classes."""
     seed: int = 0
     """What everything random follows from."""
 
-
-def parse(kind: type[Options], words: Sequence[str], console_outputs: bool = True) -> Options:
-    """Read the words after `mpidp data verify`, `convert` or `make`.
-
-    Raises `ConfigError` for a value that cannot be used; `SystemExit` 0 after help, 2 after an error that the parser
-    has printed (if `console_outputs`).
-    """
-    names: dict[type, str] = {VerifyOptions: "verify", ConvertOptions: "convert", MakeOptions: "make"}
-    options = tyro.cli(
-        kind,
-        prog=f"mpidp data {names[kind]}",
-        args=list(words),
-        console_outputs=console_outputs,
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
-    if isinstance(options, VerifyOptions):
-        _check_verify(options)
-    else:
-        _check_written(options)
-    return options
-
-
-def _check_verify(options: VerifyOptions) -> None:
-    if not options.files:
-        raise ConfigError("mpidp data verify takes at least one FILE.")
-    if options.limit < 1:
-        raise ConfigError(f"--limit={options.limit}; expected at least 1.")
-
-
-def _check_written(options: Written) -> None:
-    if options.chunk_rows < 0:
-        raise ConfigError(f"--chunk-rows={options.chunk_rows}; expected a number of rows, or 0 for the default.")
-    if options.chunk_rows and options.chunk_bytes:
-        raise ConfigError("--chunk-rows and --chunk-bytes say the same thing; give one of them.")
-    if options.workers < 0:
-        raise ConfigError(f"--workers={options.workers}; expected a number of threads, or 0 for one a core.")
-    if isinstance(options, ConvertOptions) and len(options.paths) < 2:
-        raise ConfigError("mpidp data convert takes SOURCE and TARGET; see mpidp data convert --help.")
-    if isinstance(options, MakeOptions) and not options.target:
-        raise ConfigError("mpidp data make takes the TARGET to write; see mpidp data make --help.")
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for values that cannot be used."""
+        super().__post_init__()
+        if not self.target:
+            raise ConfigError("mpidp data make takes the TARGET to write; see mpidp data make --help.")

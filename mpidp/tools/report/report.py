@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 from mpidp.errors import ConfigError
+from mpidp.options import Arg
 from mpidp.tools.report.run import read
 from mpidp.tools.table import size_text
 
@@ -20,28 +19,20 @@ class ReportOptions:
     It holds what was run, curves, where the time went, restarts, lost ranks, checkpoints and the configuration.
     """
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN_FOLDER [RUN_FOLDER ...]")]
+    runs: Annotated[tuple[Path, ...], Arg("RUN_FOLDER", positional=True)]
     """Folders of runs, such as runs/digits."""
     output: Path | None = None
     """File to write; else report.html in the first run's folder. An older report is overwritten."""
 
 
-def parse(words: Sequence[str]) -> ReportOptions:
-    """Read the words after `mpidp report`.
-
-    Raises:
-        SystemExit: 0 after help, 2 after an error that the parser has printed.
-        ConfigError: no folder is given.
-    """
-    options = tyro.cli(ReportOptions, prog="mpidp report", args=words)
-    if not options.runs:
-        raise ConfigError("mpidp report takes the folder of a run, or several: mpidp report runs/NAME")
-    return options
-
-
 NAME = "report.html"
 # The mark of a report lies within so many characters of its beginning.
 _HEAD = 500
+
+
+def report_by(options: ReportOptions) -> str:
+    """Write what the command line asks for; as `report`."""
+    return report(options.runs, options.output)
 
 
 def report(paths: Sequence[Path], output: Path | None) -> str:
