@@ -18,7 +18,7 @@ from mpidp.hdf5.field import Field
 from mpidp.hdf5.files.describe import describe
 from mpidp.hdf5.gather import GroupStore, LaneGatherer, number_of_slots
 from mpidp.hdf5.memory_budget import resources
-from mpidp.hdf5.modes.stream import assemble
+from mpidp.hdf5.modes.stream import FileRows
 from mpidp.hdf5.order.order import Order, Share
 from mpidp.hdf5.order.plan import LanePlan, Piece
 from mpidp.hdf5.order.split import Split
@@ -158,7 +158,7 @@ def test_steps_of_real_files(
     use = resources(order, selection.dataset.row_bytes, memory, 2, size, rank)
     ring = BatchRing(selection.dataset.fields, batch, 4, torch.device("cpu"))
     with patch("mpidp.hdf5.modes.stream._PART_BYTES", 1 if parts else 2**20):
-        made = assemble(selection, order, Share(0, position, size, rank), ring, use)
+        made = FileRows(selection, "").steps(order, Share(0, position, size, rank), ring, use)
         steps = [next(made) for _ in range(min(12, order.steps(position) + 2))]
     starts = np.cumsum(selection.chunk_rows) - selection.chunk_rows
     try:
@@ -176,4 +176,4 @@ def test_steps_of_real_files(
             np.testing.assert_array_equal(assembled.tensors["y"], np.array(expected) + first)
             np.testing.assert_array_equal(assembled.tensors["x"][:, 2999], np.array(expected) + first)
     finally:
-        made.close()  # type: ignore[attr-defined]
+        made.close()
