@@ -1,4 +1,4 @@
-"""Does the order "lanes" train as well as a permutation of all rows? Class-sorted Fashion-MNIST, several seeds.
+"""Does the order "streams" train as well as a permutation of all rows? Class-sorted Fashion-MNIST, several seeds.
 
     python data/make_fashion_mnist.py
     python benchmarks/order_accuracy.py [--seeds 0,1,2,3,4] [--epochs 5]
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import mpidp
 
 DATA = Path(__file__).resolve().parent.parent / "data"
-ORDERS = ("lanes", "full", "none")
+ORDERS = ("streams", "full", "none")
 
 
 def write_sorted(source: Path, target: Path) -> None:

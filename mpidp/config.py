@@ -74,13 +74,13 @@ class DataSection:
     """Samples of one optimizer step over all ranks; more ranks change speed, not the model."""
     drop_last: bool = False
     """Leave out an epoch's last step if it has fewer than global_batch samples; evaluation still takes all."""
-    shuffle: Literal["auto", "lanes", "full", "none"] = "auto"
-    """Order of samples: lanes (whole chunks, mixed; fast), full (uniform; slow on chunks of many samples), none; auto
-    is full where samples are large and can be read alone, else lanes."""
-    lanes: int = 0
+    shuffle: Literal["auto", "streams", "full", "none"] = "auto"
+    """Order of samples: streams (whole chunks, mixed; fast), full (uniform; slow on chunks of many samples), none; auto
+    is full where samples are large and can be read alone, else streams."""
+    streams: int = 0
     """Virtual workers of the order; 0 chooses from the file, never from the number of ranks."""
     mixing_chunks: int = 0
-    """Chunks of a lane whose rows are mixed with each other; 0 chooses from the file and memory_bytes."""
+    """Chunks of a stream whose rows are mixed with each other; 0 chooses from the file and memory_bytes."""
     mode: Literal["stream", "node", "store", "stage"] = "stream"
     """Where rows come from: the files, a decoded copy in each node's memory, the memory of all ranks, copied files."""
     stage_folder: str = ""
@@ -350,7 +350,7 @@ _CHECKS: dict[str, Check] = {
     "data.validation_fraction": ((lambda fraction: 0 <= fraction < 1), "a number in [0, 1)"),
     "data.fields": (_names_are_distinct, "at least one dataset, each once"),
     "data.global_batch": _at_least(1),
-    "data.lanes": _at_least(0),
+    "data.streams": _at_least(0),
     "data.mixing_chunks": _at_least(0),
     "data.memory_bytes": _at_least(0),
     "data.threads": _at_least(0),

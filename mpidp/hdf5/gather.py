@@ -1,6 +1,6 @@
 """Gathering the rows of a step: from the streams of an order, or in any order.
 
-`LaneGatherer` holds the current group of every lane of this rank decoded, and threads decode ahead the groups that
+`StreamGatherer` holds the current group of every stream of this rank decoded, and threads decode ahead the groups that
 will be needed next, in the order in which they will be needed. `RowGatherer` is for rows as they lie in the file and
 for any permutation.
 """
@@ -16,7 +16,7 @@ import numpy as np
 
 from mpidp.hdf5.dataset import Rows
 from mpidp.hdf5.order.keyed import IntArray
-from mpidp.hdf5.order.plan import LanePlan, Piece
+from mpidp.hdf5.order.plan import Piece, StreamPlan
 from mpidp.hdf5.read import Cache, RowReader
 from mpidp.world.status import status
 
@@ -36,7 +36,7 @@ class GroupStore:
         """Whether one more group can be read."""
         return bool(self._free)
 
-    def start(self, plan: LanePlan, number: int) -> tuple[int, Future[IntArray]]:
+    def start(self, plan: StreamPlan, number: int) -> tuple[int, Future[IntArray]]:
         """Read a group in a thread; return its place and, in time, where in `held` its rows lie, permuted."""
         place = self._free.popleft()
         return place, self._pool.submit(self._fill, plan, number, place)
@@ -45,7 +45,7 @@ class GroupStore:
         """Give back the room of a group."""
         self._free.append(place)
 
-    def _fill(self, plan: LanePlan, number: int, place: int) -> IntArray:
+    def _fill(self, plan: StreamPlan, number: int, place: int) -> IntArray:
         group = plan.group(number)
         first = start = place * self.capacity
         with status.working("read chunks"):
@@ -65,19 +65,19 @@ class _Wanted:
     number: int
 
 
-class LaneGatherer:
+class StreamGatherer:
     """Gathers the steps of one epoch, from the one at `position` to the one that stops at `end`, in order.
 
-    A lane's *slot* is its number among the lanes of this rank. Groups are started in the order of the first
+    A stream's *slot* is its number among the streams of this rank. Groups are started in the order of the first
     index that needs them, and a group takes over from the one that its slot held. So when the next group in
     that order is waited for, at most one group a slot is held, and a store with room for one more cannot stall.
     """
 
-    def __init__(self, plan: LanePlan, store: GroupStore, size: int, rank: int, position: int, end: int) -> None:
+    def __init__(self, plan: StreamPlan, store: GroupStore, size: int, rank: int, position: int, end: int) -> None:
         self._plan = plan
         self._store = store
         self._size = size
-        slots = number_of_slots(plan.lanes, size, rank)
+        slots = number_of_slots(plan.streams, size, rank)
         self._number = np.full(slots, -1, dtype=np.int64)  # of the group that a slot holds
         self._place = [-1] * slots  # of that group in the store
         self._rows = np.empty((slots, store.capacity), dtype=np.int64)  # where its rows lie in the store
@@ -96,7 +96,7 @@ class LaneGatherer:
         spots = self._plan.spots(indices)
         groups = self._plan.groups(spots)
         offsets = spots - self._plan.group_start(groups)
-        slots = indices % self._plan.lanes // self._size
+        slots = indices % self._plan.streams // self._size
         pending = np.arange(len(indices))
         while pending.size:
             held = groups[pending] == self._number[slots[pending]]
@@ -130,24 +130,24 @@ class LaneGatherer:
             taken.add(wanted.slot)
 
 
-def number_of_slots(lanes: int, size: int, rank: int) -> int:
-    """Return how many lanes a rank reads: lanes rank, rank + size, ...; with more ranks than lanes, a shared one."""
-    return len(range(rank % lanes, lanes, size))
+def number_of_slots(streams: int, size: int, rank: int) -> int:
+    """Return how many streams a rank reads: rank, rank + size, ...; with more ranks than streams, a shared one."""
+    return len(range(rank % streams, streams, size))
 
 
-def _wanted(plan: LanePlan, size: int, rank: int, position: int, end: int) -> Iterator[_Wanted]:
+def _wanted(plan: StreamPlan, size: int, rank: int, position: int, end: int) -> Iterator[_Wanted]:
     """Yield the groups that a rank needs in [position, end), in the order of the first index that needs them."""
-    lanes = range(rank % plan.lanes, plan.lanes, size)
-    # Of a shared lane, this rank takes places share, share + sharers, ...
-    sharers = max(1, len(range(rank % plan.lanes, size, plan.lanes)))
-    share = rank // plan.lanes if size > plan.lanes else 0
+    streams = range(rank % plan.streams, plan.streams, size)
+    # Of a shared stream, this rank takes places share, share + sharers, ...
+    sharers = max(1, len(range(rank % plan.streams, size, plan.streams)))
+    share = rank // plan.streams if size > plan.streams else 0
     found = []
-    for slot, lane in enumerate(lanes):
-        groups, starts, stops = plan.lane_groups(lane)
-        earliest = np.maximum(starts, max(0, -((lane - position) // plan.lanes)))
+    for slot, stream in enumerate(streams):
+        groups, starts, stops = plan.stream_groups(stream)
+        earliest = np.maximum(starts, max(0, -((stream - position) // plan.streams)))
         places = earliest + (share - earliest) % sharers
-        needed = (places < stops) & (places * plan.lanes + lane < end)
-        indices = places[needed] * plan.lanes + lane
+        needed = (places < stops) & (places * plan.streams + stream < end)
+        indices = places[needed] * plan.streams + stream
         found.append(np.stack([indices, np.full_like(indices, slot), groups[needed]]))
     table = np.concatenate(found, axis=1)
     for first, slot, number in table[:, np.argsort(table[0], kind="stable")].T:

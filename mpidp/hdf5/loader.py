@@ -46,7 +46,7 @@ INLINE_BYTES = 2**20
 
 _SETTINGS = (
     "paths, fields, "
-    "(global_batch, seed, shuffle, lanes, mixing_chunks, split, mode, memory_bytes, allow_holes, drop_last)"
+    "(global_batch, seed, shuffle, streams, mixing_chunks, split, mode, memory_bytes, allow_holes, drop_last)"
 )
 
 
@@ -83,9 +83,9 @@ class HDF5Loader(Passes):
         seed: of order, split and the transforms' random numbers; 0 to 2^64 - 1.
         world: the ranks that share the samples; those of `mpidp.init()` by default, and this process alone if it was
             not called. `World.alone()` is this process alone in any case.
-        shuffle: "lanes", "full" or "none" (see `Order`), or "auto": "full" for large samples that can be read one by
-            one at next to no cost, else, or where lanes or mixing_chunks are given, "lanes".
-        lanes, mixing_chunks: see `Order`; chosen from the file, `global_batch` and `memory_bytes` when None.
+        shuffle: "streams", "full" or "none" (see `Order`), or "auto": "full" for large samples that can be read one by
+            one at next to no cost, else, or where streams or mixing_chunks are given, "streams".
+        streams, mixing_chunks: see `Order`; chosen from the file, `global_batch` and `memory_bytes` when None.
         split: ("train", f) or ("validation", f) takes that part of the rows, f being the fraction for validation.
         transform: is given the fields of a batch, a dict of tensors (samples, ...) on the device, and returns such a
             dict with as many samples; batches may have none. If it takes a second argument, that is a `SampleRandom`.
@@ -119,7 +119,7 @@ class HDF5Loader(Passes):
         seed: int = 0,
         world: World | None = None,
         shuffle: Shuffle | Literal["auto"] = "auto",
-        lanes: int | None = None,
+        streams: int | None = None,
         mixing_chunks: int | None = None,
         split: tuple[Part, float] | None = None,
         transform: BatchTransform | None = None,
@@ -136,7 +136,7 @@ class HDF5Loader(Passes):
         super().__init__()
         self.world = world = resolve_world(world, "an HDF5Loader")
         specs = field_specs(fields)
-        order = (global_batch, seed, shuffle, lanes, mixing_chunks, split, mode, memory_bytes, allow_holes, drop_last)
+        order = (global_batch, seed, shuffle, streams, mixing_chunks, split, mode, memory_bytes, allow_holes, drop_last)
         given = (tuple(spec.settings() for spec in specs), order)
         check_agreed(world, given, "an HDF5Loader", _SETTINGS, absolute_paths(paths))
         self.dataset = describe_on_all_ranks(world, paths, specs, allow_holes)
@@ -146,11 +146,13 @@ class HDF5Loader(Passes):
             if mode not in get_args(Mode):
                 raise DataError(f'mode is {mode!r}; give "stream", "node", "store" or "stage"')
             self._selection = _select(self.dataset, split, seed)
-            self._adopts_shuffle = shuffle == "auto" and lanes is None and mixing_chunks is None
+            self._adopts_shuffle = shuffle == "auto" and streams is None and mixing_chunks is None
             if shuffle == "auto":
-                shuffle = choose_shuffle(self.dataset) if self._adopts_shuffle else "lanes"
-            if lanes is None or mixing_chunks is None:
-                lanes, mixing_chunks = choose_mixing(self.dataset, self._node_bytes, lanes, mixing_chunks, global_batch)
+                shuffle = choose_shuffle(self.dataset) if self._adopts_shuffle else "streams"
+            if streams is None or mixing_chunks is None:
+                streams, mixing_chunks = choose_mixing(
+                    self.dataset, self._node_bytes, streams, mixing_chunks, global_batch
+                )
             num_samples = int(self._selection.chunk_rows.sum())
             if global_batch > num_samples:
                 raise DataError(
@@ -158,7 +160,9 @@ class HDF5Loader(Passes):
                     f"{self.dataset.files[0].path}; give at most that many"
                 )
             self.dataset = replace(self.dataset, num_selected=num_samples)
-            self.order = Order(self._selection.chunk_rows, seed, lanes, mixing_chunks, global_batch, shuffle, drop_last)
+            self.order = Order(
+                self._selection.chunk_rows, seed, streams, mixing_chunks, global_batch, shuffle, drop_last
+            )
         self.mode = mode
         self._threads = threads or world.cores
         self._prefetch_batches, self._stage_folder = prefetch_batches, stage_folder
@@ -179,8 +183,8 @@ class HDF5Loader(Passes):
     def line(self) -> str:
         """Where rows come from, in what order and how they are decoded, in one line."""
         order = f"shuffle {self.order.shuffle}"
-        if self.order.shuffle == "lanes":
-            order += f" ({self.order.lanes} lanes of {self.order.mixing_chunks} chunks)"
+        if self.order.shuffle == "streams":
+            order += f" ({self.order.streams} streams of {self.order.mixing_chunks} chunks)"
         where = "" if self._source is None else f", {self._source.line}"
         threads = f"{self._threads} thread{'s' * (self._threads > 1)} a rank"
         return f"{order}{where}, {decoding(self.dataset)} by {threads}"
@@ -231,7 +235,7 @@ class HDF5Loader(Passes):
             "position": self._position,
             "num_samples": self.num_samples,
             "seed": self.order.seed,
-            "lanes": self.order.lanes,
+            "streams": self.order.streams,
             "mixing_chunks": self.order.mixing_chunks,
             "shuffle": self.order.shuffle,
             "global_batch": self.order.global_batch,
@@ -241,7 +245,7 @@ class HDF5Loader(Passes):
     def load_state_dict(self, state: Mapping[str, Any], *, accept_changed: bool = False) -> None:
         """Go on where `state` was taken: exactly its unseen samples follow.
 
-        Seed, lanes, mixing_chunks and, if it was chosen by "auto", shuffle of `state` are adopted. Another global
+        Seed, streams, mixing_chunks and, if it was chosen by "auto", shuffle of `state` are adopted. Another global
         batch, another number of ranks and other paths of the same files are fine. accept_changed: begin the epoch
         anew, and say so, where the files hold other rows, chunks or values than those of `state`, instead of raising.
         Raises `DataError` for these and another shuffle, and, if the rows are split by the seed, for another seed.
@@ -266,9 +270,9 @@ class HDF5Loader(Passes):
             place = f"epoch {state['epoch']}, position {position}"
             raise DataError(f"the checkpoint is at {place}, outside {self.num_samples} samples; it is damaged")
         self.stop()
-        names = ("seed", "lanes", "mixing_chunks", "shuffle") if same else ("seed",)
+        names = ("seed", "streams", "mixing_chunks", "shuffle") if same else ("seed",)
         self.order = replace(self.order, **{name: state[name] for name in names})
-        self._ring = self._new_ring()  # with other lanes, a rank may have more samples in a step
+        self._ring = self._new_ring()  # with other streams, a rank may have more samples in a step
         self._epoch, self._position, self._continues = state["epoch"], position, True
         self.keep()
 

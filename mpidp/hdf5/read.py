@@ -99,7 +99,7 @@ class RowReader:
                 f"this reader was made in process {self._pid} and is used in its fork {os.getpid()}; files and "
                 "threads shared over a fork give wrong data: read in threads, or make the loader in the child"
             )
-        # The rest of a chunk that is cut between lanes will be wanted too.
+        # The rest of a chunk that is cut between streams will be wanted too.
         is_cut = piece.stop - piece.start < self._heights[piece.chunk]
         if self.selection.split is not None:
             self._read_selected(piece, into, is_cut)

@@ -88,7 +88,7 @@ def _training_loader(config: RunConfig) -> HDF5Loader:
         seed=config.run.seed,
         world=World.alone(),
         shuffle=data.shuffle,
-        lanes=data.lanes or None,
+        streams=data.streams or None,
         mixing_chunks=data.mixing_chunks or None,
         memory_bytes=data.memory_bytes or None,
         allow_holes=data.allow_holes,
@@ -116,8 +116,8 @@ def _samples_text(order: Order, ranks: int) -> str:
         f"  steps an epoch  {order.steps()}{_left_out(order)}",
         f"  order           {order.shuffle}",
     ]
-    if order.shuffle == "lanes":
-        lines[-1] += f": {order.lanes} lanes, {order.mixing_chunks} chunks of a lane mixed"
+    if order.shuffle == "streams":
+        lines[-1] += f": {order.streams} streams, {order.mixing_chunks} chunks of a stream mixed"
     return "\n".join(lines)
 
 

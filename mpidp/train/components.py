@@ -215,7 +215,7 @@ def build_loaders(config: RunConfig, world: World) -> tuple[HDF5Loader, HDF5Load
         data.train,
         global_batch=data.global_batch,
         shuffle=data.shuffle,
-        lanes=data.lanes or None,
+        streams=data.streams or None,
         mixing_chunks=data.mixing_chunks or None,
         split=("train", fraction) if fraction else None,
         sample_transform=of_samples,

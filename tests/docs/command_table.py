@@ -147,7 +147,7 @@ TABLE: dict[str, dict[str, Run | Elsewhere | NotHere]] = {
         "pip install 'mpidp[codecs]'": REGISTRY,
         "mpidp data inspect FILE": Run("data/digits.h5", (("FILE", "data/digits.h5"),)),
         "mpidp bench loader FILE --against dataloader": Run(
-            "h5py", (("FILE", "data/digits.h5 --samples 300 --repeats 1 --shuffles lanes"),)
+            "h5py", (("FILE", "data/digits.h5 --samples 300 --repeats 1 --shuffles streams"),)
         ),
     },
     "docs/logging.md": {

@@ -15,7 +15,7 @@ from mpidp.hdf5.loader import HDF5Loader, Mode
 from mpidp.hdf5.order.order import Shuffle
 from mpidp.world.world import World
 
-SHUFFLES: tuple[Shuffle, ...] = ("lanes", "full", "none")
+SHUFFLES: tuple[Shuffle, ...] = ("streams", "full", "none")
 ROWS = 203
 
 
@@ -34,7 +34,7 @@ def path(world: World, tmp_path: Path) -> Iterator[Path]:
 
 
 def make(path: Path, world: World, **options: Any) -> HDF5Loader:
-    return HDF5Loader(path, **{"fields": ("x", "y"), "global_batch": 16, "lanes": 8, "world": world, **options})
+    return HDF5Loader(path, **{"fields": ("x", "y"), "global_batch": 16, "streams": 8, "world": world, **options})
 
 
 def global_rows(world: World, indices: np.ndarray) -> list[int]:
@@ -131,10 +131,10 @@ def test_ranks_that_disagree(world: World, path: Path) -> None:
 
 def test_the_world_of_init_is_taken(world: World, path: Path) -> None:
     """Behaviour 23: forgotten, the ranks share the samples all the same; None asks for all of them."""
-    shared = HDF5Loader(path, ("x",), 16, lanes=8)
+    shared = HDF5Loader(path, ("x",), 16, streams=8)
     assert shared.world is world
     assert sorted(row for batch in shared for row in global_rows(world, batch.indices)) == list(range(ROWS))
-    assert sum(batch.size for batch in HDF5Loader(path, ("x",), 16, lanes=8, world=World.alone())) == ROWS
+    assert sum(batch.size for batch in HDF5Loader(path, ("x",), 16, streams=8, world=World.alone())) == ROWS
 
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)

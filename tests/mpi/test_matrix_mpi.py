@@ -56,7 +56,7 @@ def test_equals_h5py(world: World, mpi_tmp_path: Path, mode: Mode) -> None:
                 file.create_dataset("last", data=last, chunks=(2, 9), compression="gzip")
     world.barrier()
     fields = (*(name for name, *_ in KINDS), FieldSpec("last", axis=-1))
-    given: dict[str, Any] = {"mode": mode, "stage_folder": mpi_tmp_path, "threads": 2, "lanes": 4, "mixing_chunks": 2}
+    given: dict[str, Any] = {"mode": mode, "stage_folder": mpi_tmp_path, "threads": 2, "streams": 4, "mixing_chunks": 2}
     loader = HDF5Loader(paths, fields, 10, world=world, **given)
     for _ in range(2):
         seen = []

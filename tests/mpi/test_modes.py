@@ -20,7 +20,7 @@ from mpidp.hdf5.order.order import Shuffle
 from mpidp.world.world import World
 
 MODES: tuple[Mode, ...] = ("stream", "node", "store", "stage")
-SHUFFLES: tuple[Shuffle, ...] = ("lanes", "full", "none")
+SHUFFLES: tuple[Shuffle, ...] = ("streams", "full", "none")
 ROWS = 203
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*mode=.stage. copies to"),
@@ -53,13 +53,13 @@ def folder(world: World, tmp_path: Path) -> Iterator[Path]:
 
 
 def make(paths: Any, world: World, folder: Path, mode: Mode, **options: Any) -> HDF5Loader:
-    given = {"fields": ("x", "y"), "global_batch": 16, "lanes": 6, "stage_folder": folder, "threads": 1}
+    given = {"fields": ("x", "y"), "global_batch": 16, "streams": 6, "stage_folder": folder, "threads": 1}
     return HDF5Loader(paths, world=world, mode=mode, **{**given, **options})
 
 
 def alone(paths: Any, **options: Any) -> HDF5Loader:
     """The same on one process, streaming."""
-    given = {"fields": ("x", "y"), "global_batch": 16, "lanes": 6, "threads": 1}
+    given = {"fields": ("x", "y"), "global_batch": 16, "streams": 6, "threads": 1}
     return HDF5Loader(paths, world=World.alone(), **{**given, **options})
 
 
@@ -111,7 +111,7 @@ def test_few_samples(world: World, folder: Path, mode: Mode, rows: str) -> None:
             file["x"] = np.arange(count)
     world.barrier()
     for global_batch in {1, min(3, count)}:
-        loader = make(folder / "a.h5", world, folder, mode, fields=("x",), global_batch=global_batch, lanes=None)
+        loader = make(folder / "a.h5", world, folder, mode, fields=("x",), global_batch=global_batch, streams=None)
         for _ in range(2):
             seen = []
             for batch in loader:
@@ -131,10 +131,10 @@ def test_large_samples(world: World, folder: Path, mode: Mode, chunk_rows: int, 
             file.create_dataset("x", data=x, chunks=(chunk_rows, 17_000), compression=compression)
     world.barrier()
     for split in (None, ("train", 0.3)):
-        options: Any = {"fields": ("x",), "global_batch": 4, "lanes": None, "split": split}
+        options: Any = {"fields": ("x",), "global_batch": 4, "streams": None, "split": split}
         loader = make(folder / "a.h5", world, folder, mode, **options)
         single = alone(folder / "a.h5", **options)
-        assert loader.order.shuffle == ("lanes" if chunk_rows == 4 else "full")
+        assert loader.order.shuffle == ("streams" if chunk_rows == 4 else "full")
         for batch, expected in zip(loader, single, strict=True):
             assert all_rows(world, batch.indices) == sorted(expected.indices.tolist())
             np.testing.assert_array_equal(batch.x, batch.indices[:, None] + np.zeros(17_000))
@@ -159,7 +159,7 @@ def test_resume(world: World, paths: list[Path], folder: Path, mode: Mode, shuff
         batch = next(batches)
         check_values(batch)
         seen += all_rows(world, batch.indices)
-    last = alone(paths, global_batch=7, lanes=3, shuffle=shuffle)
+    last = alone(paths, global_batch=7, streams=3, shuffle=shuffle)
     last.load_state_dict(loader.state_dict())
     seen += [row for batch in last for row in batch.indices.tolist()]
     assert sorted(seen) == list(range(ROWS))
@@ -191,11 +191,11 @@ def test_evaluation_counts_every_sample_once(world: World, paths: list[Path], fo
         loader.close()
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("streams", [1, 2])
 @pytest.mark.parametrize("mode", MODES)
-def test_more_ranks_than_lanes(world: World, paths: list[Path], folder: Path, mode: Mode, lanes: int) -> None:
-    """Behaviour 23: ranks share a lane by place."""
-    loader = make(paths, world, folder, mode, lanes=lanes, global_batch=5)
+def test_more_ranks_than_streams(world: World, paths: list[Path], folder: Path, mode: Mode, streams: int) -> None:
+    """Behaviour 23: ranks share a stream by place."""
+    loader = make(paths, world, folder, mode, streams=streams, global_batch=5)
     seen = []
     for batch in loader:
         check_values(batch)
@@ -269,17 +269,17 @@ def test_a_damaged_chunk(world: World, folder: Path, mode: Mode) -> None:
     text = r'a\.h5: dataset "x", rows 5 to 9: chunk at byte .* checksum fletcher32 is'
     if mode in ("node", "store"):
         with pytest.raises(DataError, match=text):
-            make(path, world, folder, mode, fields=("x",), lanes=1, mixing_chunks=1)
+            make(path, world, folder, mode, fields=("x",), streams=1, mixing_chunks=1)
     else:
-        loader = make(path, world, folder, mode, fields=("x",), lanes=1, mixing_chunks=1, global_batch=8)
-        with pytest.raises(DataError, match=text):  # ranks share the lane, so each of them needs the chunk
+        loader = make(path, world, folder, mode, fields=("x",), streams=1, mixing_chunks=1, global_batch=8)
+        with pytest.raises(DataError, match=text):  # ranks share the stream, so each of them needs the chunk
             list(loader)
         loader.close()
     assert world.all(True)
 
 
 @pytest.mark.parametrize(
-    ("mode", "shuffle"), [*((mode, "lanes") for mode in MODES), ("stream", "full"), ("store", "none")]
+    ("mode", "shuffle"), [*((mode, "streams") for mode in MODES), ("stream", "full"), ("store", "none")]
 )
 def test_memory_stays_flat(world: World, paths: list[Path], folder: Path, mode: Mode, shuffle: Shuffle) -> None:
     """Behaviour 28: descriptors, threads and resident memory do not grow with epochs; after close nothing is left."""

@@ -30,7 +30,13 @@ def test_the_report_as_json(path: Path, capsys: pytest.CaptureFixture[str]) -> N
     words = ["bench", "loader", str(path), "--global-batch=50", "--repeats=2", "--samples=200", "--json"]
     assert main(words) == 0
     report = json.loads(capsys.readouterr().out)
-    assert [row["name"] for row in report["rows"]] == ["raw read", "ceiling", "mpidp lanes", "mpidp full", "mpidp none"]
+    assert [row["name"] for row in report["rows"]] == [
+        "raw read",
+        "ceiling",
+        "mpidp streams",
+        "mpidp full",
+        "mpidp none",
+    ]
     for row in report["rows"]:
         assert 0 < row["min_samples_per_s"] <= row["samples_per_s"] <= row["max_samples_per_s"]
         assert row["of_ceiling"] > 0
@@ -57,10 +63,12 @@ def test_a_table_with_one_order_and_a_cold_cache(path: Path, capsys: pytest.Capt
     text = capsys.readouterr().out
     assert "page cache dropped before each repeat" in text
     assert "mpidp none" in text
-    assert "mpidp lanes" not in text
+    assert "mpidp streams" not in text
 
 
-@pytest.mark.parametrize("words", [["--repeats=0"], ["--samples=0"], ["--shuffles=lanes,lanes"], ["--shuffles=lines"]])
+@pytest.mark.parametrize(
+    "words", [["--repeats=0"], ["--samples=0"], ["--shuffles=streams,streams"], ["--shuffles=lines"]]
+)
 def test_options_that_cannot_be(path: Path, words: list[str]) -> None:
     assert main(["bench", "loader", str(path), "--global-batch=50", *words]) != 0
 

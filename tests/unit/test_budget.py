@@ -1,4 +1,4 @@
-"""Lanes, mixing depth and room for groups: from the data and a node's memory; and what users are warned of."""
+"""Streams, mixing depth and room for groups: from the data and a node's memory; and what users are warned of."""
 
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> DataSet:
     return describe(path, ("x",))
 
 
-def test_depth_gives_way_before_lanes(dataset: DataSet) -> None:
+def test_depth_gives_way_before_streams(dataset: DataSet) -> None:
     """Half of the memory is for groups; with much of it, what was usual before."""
     found = {mib: choose_mixing(dataset, mib * MIB, None, None) for mib in (100, 16, 8, 4, 2, 1, 0)}
     assert found == {100: (64, 4), 16: (16, 4), 8: (8, 4), 4: (8, 2), 2: (8, 1), 1: (4, 1), 0: (1, 1)}
@@ -67,7 +67,7 @@ def test_what_is_given_stands(dataset: DataSet) -> None:
 
 @given(
     heights=st.lists(st.integers(1, 50), min_size=1, max_size=20),
-    lanes=st.integers(1, 20),
+    streams=st.integers(1, 20),
     mixing=st.integers(1, 4),
     size=st.integers(1, 40),
     threads=st.integers(1, 8),
@@ -77,7 +77,7 @@ def test_what_is_given_stands(dataset: DataSet) -> None:
 )
 def test_room_for_groups(
     heights: list[int],
-    lanes: int,
+    streams: int,
     mixing: int,
     size: int,
     threads: int,
@@ -85,12 +85,12 @@ def test_room_for_groups(
     row_bytes: int,
     data: st.DataObject,
 ) -> None:
-    """Behaviour 28: a group a lane and one more always; what is beyond that fits into the rank's memory."""
+    """Behaviour 28: a group a stream and one more always; what is beyond that fits into the rank's memory."""
     rank = data.draw(st.integers(0, size - 1))
-    order = Order(np.array(heights), 0, lanes, mixing, 4)
+    order = Order(np.array(heights), 0, streams, mixing, 4)
     use = resources(order, row_bytes, rank_bytes, threads, size, rank)
-    slots = number_of_slots(lanes, size, rank)
-    assert slots == max(len(range(rank, lanes, size)), int(size > lanes))
+    slots = number_of_slots(streams, size, rank)
+    assert slots == max(len(range(rank, streams, size)), int(size > streams))
     assert use.held_groups >= slots + 1
     group_bytes = mixing * max(heights) * row_bytes
     assert use.held_groups == slots + 1 or use.held_groups * group_bytes <= rank_bytes
@@ -98,27 +98,27 @@ def test_room_for_groups(
 
 
 def order_of(dataset: DataSet, **options: Any) -> Order:
-    given_options = {"seed": 0, "lanes": 8, "mixing_chunks": 4, "global_batch": 32, **options}
+    given_options = {"seed": 0, "streams": 8, "mixing_chunks": 4, "global_batch": 32, **options}
     return Order(dataset.chunk_rows, **given_options)
 
 
 def test_amplification(dataset: DataSet) -> None:
-    """Bytes decoded for one that is used: in lanes one; a chunk a row where a full shuffle cannot keep chunks."""
+    """Bytes decoded for one that is used: in streams one; a chunk a row where a full shuffle cannot keep chunks."""
     assert amplification(order_of(dataset), dataset, 100 * MIB, 4) == 1
-    assert amplification(order_of(dataset, lanes=2), dataset, 100 * MIB, 8) == 4
+    assert amplification(order_of(dataset, streams=2), dataset, 100 * MIB, 8) == 4
     assert amplification(order_of(dataset, shuffle="full"), dataset, 100 * MIB, 1) == 1
     assert amplification(order_of(dataset, shuffle="full"), dataset, MIB, 1) == 16
     assert amplification(order_of(dataset, shuffle="none"), dataset, MIB, 1) == 1
 
 
 def test_warnings_hold_figures(dataset: DataSet) -> None:
-    """A small window, many ranks for few lanes, a full shuffle of large chunks, lanes beyond the memory."""
+    """A small window, many ranks for few streams, a full shuffle of large chunks, streams beyond the memory."""
     assert not warnings_about(order_of(dataset), dataset, 100 * MIB, 4)
     cases = [
-        (order_of(dataset, lanes=1, mixing_chunks=1), 100 * MIB, 1, r"1 lanes of 1 chunks.*16 samples mixed"),
-        (order_of(dataset, lanes=2), 100 * MIB, 8, "4 bytes are decoded for each byte used.*8 ranks share 2 lanes"),
+        (order_of(dataset, streams=1, mixing_chunks=1), 100 * MIB, 1, r"1 streams of 1 chunks.*16 samples mixed"),
+        (order_of(dataset, streams=2), 100 * MIB, 8, "4 bytes are decoded for each byte used.*8 ranks share 2 streams"),
         (order_of(dataset, shuffle="full"), MIB, 1, "16 bytes are decoded for each byte used.*about 16 rows"),
-        (order_of(dataset, lanes=40), 10 * MIB, 1, "40 lanes of 4 chunks need 20 MiB on a rank.* of 10 MiB"),
+        (order_of(dataset, streams=40), 10 * MIB, 1, "40 streams of 4 chunks need 20 MiB on a rank.* of 10 MiB"),
     ]
     for order, rank_bytes, size, text in cases:
         (line,) = warnings_about(order, dataset, rank_bytes, size)
@@ -133,8 +133,8 @@ def test_what_was_chosen_is_in_the_checkpoint(dataset: DataSet) -> None:
         HDF5Loader(path, ("x",), 8, memory_bytes=100 * MIB),
         HDF5Loader(path, ("x",), 8, memory_bytes=4 * MIB),
     )
-    assert (large.order.lanes, large.order.mixing_chunks) == (64, 4)
-    assert (small.order.lanes, small.order.mixing_chunks) == (8, 2)
+    assert (large.order.streams, large.order.mixing_chunks) == (64, 4)
+    assert (small.order.streams, small.order.mixing_chunks) == (8, 2)
     rows = [batch.indices.tolist() for batch in large]
     large.load_state_dict({**large.state_dict(), "epoch": 0})
     small.load_state_dict({**large.state_dict(), "position": 80})
@@ -144,7 +144,7 @@ def test_what_was_chosen_is_in_the_checkpoint(dataset: DataSet) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*16 bytes are decoded for each byte used")
-@pytest.mark.parametrize("shuffle", ["lanes", "full", "none"])
+@pytest.mark.parametrize("shuffle", ["streams", "full", "none"])
 def test_memory_stays_within_the_budget(dataset: DataSet, shuffle: Any) -> None:
     """Behaviour 28: what the loader's memory may be follows from `memory_bytes`, and groups stay within it."""
     loader = HDF5Loader(dataset.files[0].path, ("x",), 8, memory_bytes=6 * MIB, shuffle=shuffle, threads=1)

@@ -264,7 +264,7 @@ def test_too_many_open_files(tmp_path: Path, few_descriptors: int, options: dict
         paths.append(tmp_path / f"{number}.h5")
         with h5py.File(paths[-1], "w") as file:
             file.create_dataset("x", data=np.arange(4) + 4 * number, **options)
-    loader = HDF5Loader(paths, ("x",), 16, lanes=20)
+    loader = HDF5Loader(paths, ("x",), 16, streams=20)
     for _ in range(2):
         rows = []
         for batch in loader:
@@ -380,7 +380,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path: Path, change: str) -> No
     values = np.random.default_rng(0).random((400, 2000))
     with h5py.File(path, "w") as file:
         file.create_dataset("x", data=values, chunks=(10, 2000), compression="gzip", fletcher32=True)
-    loader = HDF5Loader(path, ("x",), 10, lanes=2, mixing_chunks=1, threads=1)
+    loader = HDF5Loader(path, ("x",), 10, streams=2, mixing_chunks=1, threads=1)
     next(iter(loader))
     size = path.stat().st_size
     if change == "cut":

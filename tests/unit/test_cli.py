@@ -36,8 +36,8 @@ TRAIN_OPTIONS = """
 --help --resume --dry-run --ranks --print-config
 --run.name --run.folder --run.seed
 --data.train --data.validation --data.validation_fraction --data.fields --data.global_batch --data.shuffle
---data.lanes --data.mixing_chunks --data.mode --data.stage_folder --data.memory_bytes --data.threads --data.allow_holes
---data.drop_last --data.accept_changed --data.transform --data.sample_transform
+--data.streams --data.mixing_chunks --data.mode --data.stage_folder --data.memory_bytes --data.threads
+--data.allow_holes --data.drop_last --data.accept_changed --data.transform --data.sample_transform
 --model.name --loss.name --optimizer.name --optimizer.lr --optimizer.sharded --scheduler.name
 --train.epochs --train.fault_tolerance --train.min_ranks
 --train.clip_norm --train.micro_batch --train.sync_batch_norm --train.dtype --train.threads --train.on_end
@@ -211,7 +211,10 @@ def test_python_dash_m_exits_with_the_code() -> None:
         (["train", "--data.train=a", "--model.name=b", "--train.epochs=0"], "train.epochs = 0"),
         (["train", "--model.arguments.width"], "--model.arguments.width has no value"),
         (["train", "--model.arguments.width={a = 1}"], "model.arguments.width = {'a': 1}"),
-        (["train", "--data.train=a", "--model.name=b", "--data.lane=2"], "--data.lane=2. Did you mean '--data.lanes'?"),
+        (
+            ["train", "--data.train=a", "--model.name=b", "--data.stream=2"],
+            "--data.stream=2. Did you mean '--data.streams'?",
+        ),
         (["train", "--data.train=a", "--model.name=b", "--train.dtype=int"], "float64"),
         (["train", "--data.train=a", "--model.name=b", "--optimizer.sharded=yes"], "'yes'; expected true or false"),
     ],

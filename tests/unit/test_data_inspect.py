@@ -34,7 +34,7 @@ def counted(field: StoredField, num_rows: int, range_rows: int, order: ReadOrder
 @given(
     num_rows=st.integers(1, 60),
     range_rows=st.integers(1, 20),
-    order=st.sampled_from(["lanes", "full", "none"]),
+    order=st.sampled_from(["streams", "full", "none"]),
     heights=st.lists(st.integers(1, 20), min_size=1, max_size=3),
     width=st.integers(1, 4),
 )
@@ -53,8 +53,8 @@ def test_inspect_tells_amplification_memory_and_advice(tmp_path: Path, capsys: p
         file.create_dataset("x", data=np.zeros((1000, 256), "f4"), chunks=(100, 64), compression="gzip", shuffle=True)
     assert run("inspect", tmp_path / "in.h5") == 0
     text = capsys.readouterr().out
-    assert "decoded   bytes for each byte used, if nothing is kept: lanes 1.0, full 100.0, none 1.0" in text
-    assert " for those chunks of one lane" in text
+    assert "decoded   bytes for each byte used, if nothing is kept: streams 1.0, full 100.0, none 1.0" in text
+    assert " for those chunks of one stream" in text
     command = f"mpidp data convert {tmp_path / 'in.h5'} NEW.h5 --chunk-rows=16"
     assert f"advice\n  x: chunks split each row into 4 parts, all of which are decoded for one row: {command}" in text
     words = command.split()[2:-2]

@@ -33,7 +33,7 @@ def write(path: Path, x: Any = X, chunk: int | None = 9, dtype: str = "f4", **op
 
 
 def make(paths: Sequence[Path] | Path, **options: Any) -> HDF5Loader:
-    return HDF5Loader(paths, ("x", "y"), **{"global_batch": 20, "seed": 3, "lanes": 3, "mixing_chunks": 2} | options)
+    return HDF5Loader(paths, ("x", "y"), **{"global_batch": 20, "seed": 3, "streams": 3, "mixing_chunks": 2} | options)
 
 
 def state_at(paths: Sequence[Path] | Path, steps: int = 2, **options: Any) -> tuple[dict[str, Any], list[int]]:
@@ -46,7 +46,7 @@ def state_at(paths: Sequence[Path] | Path, steps: int = 2, **options: Any) -> tu
 
 @pytest.mark.filterwarnings("ignore:mode=.stage. copies to")
 @pytest.mark.parametrize("mode", ["stream", "node", "store", "stage"])
-@pytest.mark.parametrize("shuffle", ["lanes", "full", "none"])
+@pytest.mark.parametrize("shuffle", ["streams", "full", "none"])
 def test_files_that_were_moved_are_the_same(tmp_path: Path, shuffle: str, mode: Mode) -> None:
     """Behaviours 25, 53: whatever they are called now, exactly the unseen samples follow."""
     before = [write(tmp_path / "before/a.h5"), write(tmp_path / "before/b.h5", X[:40] + 1)]
@@ -96,7 +96,7 @@ def _swap(a: Path, b: Path) -> None:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("shuffle", ["lanes", "full", "none"])
+@pytest.mark.parametrize("shuffle", ["streams", "full", "none"])
 def test_what_changed_is_named(tmp_path: Path, shuffle: str, change: str, caplog: pytest.LogCaptureFixture) -> None:
     """Behaviour 53; accepted on purpose, the epoch begins anew, with every sample once, and that is said."""
     paths = [write(tmp_path / "a.h5"), write(tmp_path / "b.h5", X[:40])]

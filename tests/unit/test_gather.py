@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from mpidp.hdf5.dataset import Rows
 from mpidp.hdf5.field import Field
 from mpidp.hdf5.files.describe import describe
-from mpidp.hdf5.gather import GroupStore, LaneGatherer, number_of_slots
+from mpidp.hdf5.gather import GroupStore, StreamGatherer, number_of_slots
 from mpidp.hdf5.memory_budget import resources
 from mpidp.hdf5.modes.stream import FileRows
 from mpidp.hdf5.order.order import Order, Share
-from mpidp.hdf5.order.plan import LanePlan, Piece
+from mpidp.hdf5.order.plan import Piece, StreamPlan
 from mpidp.hdf5.order.split import Split
 from mpidp.hdf5.prefetch import BatchRing
 from mpidp.hdf5.read import Selection
@@ -52,19 +52,19 @@ class MadeUpReader:
 def orders(draw: st.DrawFn) -> Order:
     heights = st.one_of(st.integers(0, 3), st.integers(0, 40))
     chunk_rows = draw(st.lists(heights, min_size=1, max_size=30).filter(any))
-    lanes, mixing = draw(st.integers(1, 9)), draw(st.integers(1, 4))
+    streams, mixing = draw(st.integers(1, 9)), draw(st.integers(1, 4))
     batch = draw(st.integers(1, 50))
     drop_last = draw(st.booleans()) and batch <= sum(chunk_rows)
-    return Order(np.array(chunk_rows), draw(st.integers(0, 99)), lanes, mixing, batch, drop_last=drop_last)
+    return Order(np.array(chunk_rows), draw(st.integers(0, 99)), streams, mixing, batch, drop_last=drop_last)
 
 
 @settings(max_examples=150)
 @given(order=orders(), size=st.integers(1, 12), data=st.data())
-def test_lanes(order: Order, size: int, data: st.DataObject) -> None:
+def test_streams(order: Order, size: int, data: st.DataObject) -> None:
     """Behaviours 23 to 25: any rank, from any position on, over the end of an epoch, with the least room there can be.
 
     Where an incomplete last step is left out, nothing is read for it.
-    More ranks than lanes share a lane; a rank may have no samples at all.
+    More ranks than streams share a stream; a rank may have no samples at all.
     """
     rank = data.draw(st.integers(0, size - 1))
     position = data.draw(st.integers(0, order.num_samples))
@@ -72,12 +72,12 @@ def test_lanes(order: Order, size: int, data: st.DataObject) -> None:
     reader = MadeUpReader(order.chunk_rows)
     capacity = order.mixing_chunks * int(order.chunk_rows.max())
     with ThreadPoolExecutor(2) as pool:
-        store = GroupStore(reader, pool, number_of_slots(order.lanes, size, rank) + spare, capacity)  # type: ignore[arg-type]
+        store = GroupStore(reader, pool, number_of_slots(order.streams, size, rank) + spare, capacity)  # type: ignore[arg-type]
         for epoch in (1, 2):
             plan = order.plan(epoch)
-            assert isinstance(plan, LanePlan)
+            assert isinstance(plan, StreamPlan)
             end = order.end(position)
-            gatherer = LaneGatherer(plan, store, size, rank, position, end)
+            gatherer = StreamGatherer(plan, store, size, rank, position, end)
             reader.read_rows.clear()
             while position < end:
                 gatherer.start_ahead()
@@ -92,7 +92,7 @@ def test_lanes(order: Order, size: int, data: st.DataObject) -> None:
             gatherer.release()
             assert not reader.read_rows or max(reader.read_rows.values()) == 1  # no row was decoded twice
             position = 0
-        assert len(store._free) == number_of_slots(order.lanes, size, rank) + spare
+        assert len(store._free) == number_of_slots(order.streams, size, rank) + spare
 
 
 @settings(max_examples=60)
@@ -137,7 +137,7 @@ def selections(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Selection]
 @pytest.mark.parametrize("kind", ["files", "part", "plain"])
 @settings(max_examples=25)
 @given(
-    shuffle=st.sampled_from(["lanes", "full", "none"]),
+    shuffle=st.sampled_from(["streams", "full", "none"]),
     size=st.integers(1, 5),
     memory=st.sampled_from([1, 10**6, 10**8]),
     parts=st.booleans(),
@@ -151,9 +151,9 @@ def test_steps_of_real_files(
     Also where several threads read each step, of which a rank may have nothing.
     """
     selection = selections[kind]
-    lanes, mixing, batch = (data.draw(st.integers(1, most)) for most in (6, 3, 30))
+    streams, mixing, batch = (data.draw(st.integers(1, most)) for most in (6, 3, 30))
     seed, drop_last = data.draw(st.integers(0, 9)), data.draw(st.booleans())
-    order = Order(selection.chunk_rows, seed, lanes, mixing, batch, shuffle, drop_last)  # type: ignore[arg-type]
+    order = Order(selection.chunk_rows, seed, streams, mixing, batch, shuffle, drop_last)  # type: ignore[arg-type]
     rank, position = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, order.num_samples - 1))
     use = resources(order, selection.dataset.row_bytes, memory, 2, size, rank)
     ring = BatchRing(selection.dataset.fields, batch, 4, torch.device("cpu"))

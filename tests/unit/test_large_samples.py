@@ -50,7 +50,7 @@ def write(tmp_path_factory: pytest.TempPathFactory) -> Write:
     return written
 
 
-@pytest.mark.parametrize("shuffle", ["auto", "lanes", "full", "none"])
+@pytest.mark.parametrize("shuffle", ["auto", "streams", "full", "none"])
 @pytest.mark.parametrize("split", [None, ("train", 0.3)])
 @pytest.mark.parametrize(("chunk_rows", "filters"), [(None, "raw"), *product((1, 2, 4, 5), FILTERS)])
 def test_values_are_those_of_h5py(write: Write, chunk_rows: int | None, filters: str, split: Any, shuffle: Any) -> None:
@@ -72,7 +72,7 @@ def test_values_are_those_of_h5py(write: Write, chunk_rows: int | None, filters:
 
 
 def test_the_order_suits_the_file(write: Write) -> None:
-    """Full where a sample can be read alone; else lanes that do not mix chunks and hold few batches."""
+    """Full where a sample can be read alone; else streams that do not mix chunks and hold few batches."""
     found = {
         (rows, filters): choose_shuffle(describe(write(rows, filters), ("x", "y")))
         for filters in FILTERS
@@ -91,8 +91,8 @@ def test_the_order_suits_the_file(write: Write) -> None:
     assert choose_mixing(describe(write(2, "lz4"), ("x", "y")), GIB, None, None, 8) == (8, 1)
     assert choose_mixing(four, GIB, None, 2, 4) == (8, 2) and choose_mixing(four, GIB, 3, None, 4) == (3, 1)
     assert choose_mixing(four, 2 * 4 * four.row_bytes, None, None, 16) == (1, 1)  # memory of one chunk
-    loader = HDF5Loader(write(1, "raw"), ("x",), 4, lanes=2)
-    assert (loader.order.shuffle, loader.order.lanes) == ("lanes", 2)  # who asks for lanes has them
+    loader = HDF5Loader(write(1, "raw"), ("x",), 4, streams=2)
+    assert (loader.order.shuffle, loader.order.streams) == ("streams", 2)  # who asks for streams has them
     loader.close()
 
 
@@ -101,7 +101,7 @@ def test_orders_of_small_samples_stay(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("x", data=np.zeros((200, 4000), "f4"), chunks=(1, 4000))
     dataset = describe(tmp_path / "a.h5", ("x",))
-    assert choose_shuffle(dataset) == "lanes"
+    assert choose_shuffle(dataset) == "streams"
     assert {choose_mixing(dataset, GIB, None, None, batch) for batch in (1, 8, 64, 150)} == {(64, 4)}
 
 
@@ -133,22 +133,22 @@ def test_every_sample_once_in_the_same_batches(
         np.testing.assert_array_equal(together, np.arange(*plan.step(position)))
         seen += plan.rows(together).tolist()
     assert sorted(seen) == list(range(ROWS))
-    if chunk_rows in (1, 2, 4):  # larger chunks are read whole, in eight lanes
+    if chunk_rows in (1, 2, 4):  # larger chunks are read whole, in eight streams
         assert first_batch_bytes(order, dataset) <= 4 * global_batch * dataset.row_bytes
 
 
 def test_bytes_before_the_first_batch(write: Write) -> None:
     def chunks(rows: int, filters: str, **options: Any) -> float:
         dataset = describe(write(rows, filters), ("x", "y"))
-        order = Order(dataset.chunk_rows, **{"seed": 0, "lanes": 4, "mixing_chunks": 2, "global_batch": 4, **options})
+        order = Order(dataset.chunk_rows, **{"seed": 0, "streams": 4, "mixing_chunks": 2, "global_batch": 4, **options})
         return first_batch_bytes(order, dataset) / dataset.row_bytes
 
     assert chunks(1, "raw", shuffle="full") == chunks(4, "raw", shuffle="full") == 4  # read one by one
     assert chunks(2, "lz4", shuffle="full", global_batch=3) == pytest.approx(3 * ROWS / 12, abs=1)  # 12 chunks
-    assert chunks(1, "lz4", shuffle="lanes") == 4 * 2  # a group in each of four lanes
-    assert chunks(1, "lz4", shuffle="lanes", global_batch=2) == 2 * 2
-    assert chunks(1, "lz4", shuffle="lanes", global_batch=12) == 4 * 2 * 2  # two groups
-    assert chunks(4, "lz4", shuffle="lanes") == ROWS  # not more than there are
+    assert chunks(1, "lz4", shuffle="streams") == 4 * 2  # a group in each of four streams
+    assert chunks(1, "lz4", shuffle="streams", global_batch=2) == 2 * 2
+    assert chunks(1, "lz4", shuffle="streams", global_batch=12) == 4 * 2 * 2  # two groups
+    assert chunks(4, "lz4", shuffle="streams") == ROWS  # not more than there are
     assert chunks(1, "lz4", shuffle="none") == 4
 
 
@@ -215,10 +215,10 @@ def test_single_raw_samples_cost_no_chunk(write: Write) -> None:
         assert amplification(order, dataset, 2**20, 1) == pytest.approx(factor)
 
 
-def test_a_run_that_began_in_lanes_goes_on_in_lanes(write: Write) -> None:
+def test_a_run_that_began_in_streams_goes_on_in_streams(write: Write) -> None:
     """Behaviour 25: the order of a state is taken over by a loader that would have chosen another."""
     path = write(1, "raw")
-    first = HDF5Loader(path, ("x",), 4, lanes=3, mixing_chunks=2)
+    first = HDF5Loader(path, ("x",), 4, streams=3, mixing_chunks=2)
     rows = [batch.indices.tolist() for batch in first]
     second = HDF5Loader(path, ("x",), 4)
     assert second.order.shuffle == "full"

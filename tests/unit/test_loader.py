@@ -26,7 +26,7 @@ from mpidp.hdf5.read import RowReader
 from mpidp.world.world import World
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
-SHUFFLES: tuple[Shuffle, ...] = ("lanes", "full", "none")
+SHUFFLES: tuple[Shuffle, ...] = ("streams", "full", "none")
 ROWS = 150
 CPU = torch.device("cpu")
 
@@ -80,7 +80,7 @@ def no_thread_is_left() -> Iterator[None]:
 
 
 def make(paths: list[Path], **options: Any) -> HDF5Loader:
-    return HDF5Loader(paths, **{"fields": ("x", "y"), "global_batch": 32, "lanes": 4, **options})
+    return HDF5Loader(paths, **{"fields": ("x", "y"), "global_batch": 32, "streams": 4, **options})
 
 
 def rows(batches: Any) -> list[int]:
@@ -137,7 +137,7 @@ def test_a_new_order_each_epoch(paths: list[Path]) -> None:
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 def test_resume_anywhere(paths: list[Path], shuffle: Shuffle) -> None:
-    """Behaviour 25: another global batch and size; seed, lanes and mixing of the checkpoint are adopted."""
+    """Behaviour 25: another global batch and size; seed, streams and mixing of the checkpoint are adopted."""
     for steps in range(6):
         loader = make(paths, seed=3, shuffle=shuffle)
         seen = []
@@ -148,7 +148,7 @@ def test_resume_anywhere(paths: list[Path], shuffle: Shuffle) -> None:
                 break
         rest: list[int] = []
         for rank in range(3):
-            other = make(paths, global_batch=7, lanes=2, mixing_chunks=1, shuffle=shuffle, world=OneOf(rank, 3))
+            other = make(paths, global_batch=7, streams=2, mixing_chunks=1, shuffle=shuffle, world=OneOf(rank, 3))
             other.load_state_dict(state)
             remaining = other.remaining_steps
             found = list(other)
@@ -292,10 +292,10 @@ def test_a_second_pass_ends_the_first(paths: list[Path]) -> None:
     assert loader.position == 64
 
 
-def test_lanes_of_a_state_may_give_a_rank_more_samples(paths: list[Path]) -> None:
-    """Behaviour 25: three lanes of a run on one rank, taken over by two ranks that had memory for their share of 64."""
-    state = make(paths, global_batch=64, lanes=3).state_dict()
-    loader = make(paths, global_batch=64, lanes=64, world=OneOf(0, 2))
+def test_streams_of_a_state_may_give_a_rank_more_samples(paths: list[Path]) -> None:
+    """Behaviour 25: three streams of a run on one rank, taken over by two ranks with memory for their share of 64."""
+    state = make(paths, global_batch=64, streams=3).state_dict()
+    loader = make(paths, global_batch=64, streams=64, world=OneOf(0, 2))
     loader.load_state_dict(state)
     assert max(batch.size for batch in loader) == 43
 
@@ -304,7 +304,7 @@ def test_lanes_of_a_state_may_give_a_rank_more_samples(paths: list[Path]) -> Non
     ("changed", "text"),
     [
         ({"num_samples": 9}, "num_samples = 9, this loader has 150"),
-        ({"shuffle": "full"}, "shuffle = 'full', this loader has 'lanes'"),
+        ({"shuffle": "full"}, "shuffle = 'full', this loader has 'streams'"),
         ({"position": 151}, "epoch 0, position 151"),
         ({"epoch": -1}, "epoch -1"),
     ],
@@ -330,9 +330,9 @@ def test_another_seed_would_change_the_split(paths: list[Path]) -> None:
         ({"global_batch": 151}, "global_batch is 151, but there are only 150 samples"),
         ({"global_batch": 151, "drop_last": True}, "global_batch is 151, but there are only 150 samples"),
         ({"prefetch_batches": 0}, "prefetch_batches is 0"),
-        ({"lanes": 0}, "lanes is 0"),
+        ({"streams": 0}, "streams is 0"),
         ({"mixing_chunks": 0}, "mixing_chunks is 0"),
-        ({"lanes": None, "mixing_chunks": 0}, "mixing_chunks is 0"),
+        ({"streams": None, "mixing_chunks": 0}, "mixing_chunks is 0"),
         ({"seed": -1}, "seed is -1"),
         ({"split": ("test", 0.1)}, "part 'test'"),
         ({"split": ("train", 0.001)}, "both need at least one"),
@@ -351,8 +351,8 @@ def test_ranks_must_agree(paths: list[Path]) -> None:
         make(paths, world=OneOf(1, 2, roots=(("other",), ())))
 
 
-def test_automatic_lanes_do_not_depend_on_size(paths: list[Path]) -> None:
-    assert {make(paths, lanes=None, world=OneOf(0, size)).order.lanes for size in (1, 2, 64)} == {64}
+def test_automatic_streams_do_not_depend_on_size(paths: list[Path]) -> None:
+    assert {make(paths, streams=None, world=OneOf(0, size)).order.streams for size in (1, 2, 64)} == {64}
 
 
 def test_transform(paths: list[Path]) -> None:

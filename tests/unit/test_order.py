@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from mpidp.errors import DataError
 from mpidp.hdf5.order.keyed import Bijection, permutation, words
 from mpidp.hdf5.order.order import Order, Shuffle
-from mpidp.hdf5.order.plan import LanePlan, automatic_lanes
+from mpidp.hdf5.order.plan import StreamPlan, automatic_streams
 
 SIZES = (1, 2, 3, 5, 7, 8, 64)
-SHUFFLES: tuple[Shuffle, ...] = ("lanes", "full", "none")
+SHUFFLES: tuple[Shuffle, ...] = ("streams", "full", "none")
 
 
 @st.composite
@@ -24,7 +24,7 @@ def orders(draw: st.DrawFn) -> Order:
     return Order(
         np.array(chunk_rows),
         seed=draw(st.integers(0, 2**64 - 1)),
-        lanes=draw(st.sampled_from([1, 2, 3, 4, 8, 64, 100])),
+        streams=draw(st.sampled_from([1, 2, 3, 4, 8, 64, 100])),
         mixing_chunks=draw(st.integers(1, 20)),
         global_batch=draw(st.integers(1, 40)),
         shuffle=draw(st.sampled_from(SHUFFLES)),
@@ -80,7 +80,7 @@ def test_resume_sees_exactly_the_unseen_samples(order: Order, data: st.DataObjec
     other = Order(
         order.chunk_rows,
         order.seed,
-        order.lanes,
+        order.streams,
         order.mixing_chunks,
         data.draw(st.integers(1, 40)),
         order.shuffle,
@@ -95,7 +95,7 @@ def test_resume_sees_exactly_the_unseen_samples(order: Order, data: st.DataObjec
 def test_groups_hold_whole_chunks_and_make_up_the_same_order(order: Order) -> None:
     """What the loader reads group by group is what `rows` says, and no group has more than K chunks."""
     plan = order.plan(1)
-    if not isinstance(plan, LanePlan):
+    if not isinstance(plan, StreamPlan):
         return
     indices = np.arange(order.num_samples)
     spots = plan.spots(indices)
@@ -123,17 +123,17 @@ def test_few_samples(shuffle: Shuffle, size: int) -> None:
 
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)
-def test_runs_of_equal_length_without_lanes(shuffle: Shuffle) -> None:
-    """Ranks get numbers of samples that differ by at most one, lanes a multiple of the size permitting."""
+def test_runs_of_equal_length_without_streams(shuffle: Shuffle) -> None:
+    """Ranks get numbers of samples that differ by at most one, streams a multiple of the size permitting."""
     order = Order(np.full(20, 8), 0, 8, 4, 32, shuffle)
     plan = order.plan(0)
     counts = [len(plan.local_indices(32, 4, rank)) for rank in range(4)]
     assert counts == [8, 8, 8, 8]
-    if shuffle != "lanes":
+    if shuffle != "streams":
         assert sorted(len(plan.local_indices(32, 5, rank)) for rank in range(5)) == [6, 6, 6, 7, 7]
 
 
-@pytest.mark.parametrize("shuffle", ["lanes", "full"])
+@pytest.mark.parametrize("shuffle", ["streams", "full"])
 def test_epochs_and_seeds_differ(shuffle: Shuffle) -> None:
     """Behaviour 24: a new order each epoch."""
     rows = np.full(20, 8)
@@ -148,11 +148,11 @@ def test_epochs_and_seeds_differ(shuffle: Shuffle) -> None:
 
 def test_golden_order() -> None:
     """The order of existing checkpoints and runs: if this fails, they can no longer be resumed."""
-    lanes = Order(np.array([3, 4, 2, 5]), 11, 2, 2, 4, "lanes").plan(1).rows(np.arange(14))
+    streams = Order(np.array([3, 4, 2, 5]), 11, 2, 2, 4, "streams").plan(1).rows(np.arange(14))
     full = Order(np.array([14]), 11, 2, 2, 4, "full").plan(1).rows(np.arange(14))
-    assert lanes.tolist() == [12, 0, 10, 1, 8, 3, 13, 5, 9, 4, 7, 6, 11, 2]
+    assert streams.tolist() == [12, 0, 10, 1, 8, 3, 13, 5, 9, 4, 7, 6, 11, 2]
     assert full.tolist() == [8, 9, 0, 3, 4, 6, 11, 13, 7, 2, 12, 1, 10, 5]
-    many_groups = Order(np.arange(40), 11, 3, 2, 4, "lanes").plan(1).rows(np.arange(780))
+    many_groups = Order(np.arange(40), 11, 3, 2, 4, "streams").plan(1).rows(np.arange(780))
     assert crc32(many_groups.astype("<i8").tobytes()) == 2878321250
     assert words(2, 1, 2, 3).tolist() == [6117215985498484603, 3920260064652277829]
     assert permutation(6, 5, 4, 3).tolist() == [0, 1, 2, 3, 5, 4]
@@ -166,9 +166,9 @@ def test_full_order_is_mixed() -> None:
     assert np.abs(image - np.arange(count)).mean() == pytest.approx(count / 3, rel=0.03)
 
 
-def test_lanes_mix_all_parts_of_the_file() -> None:
+def test_streams_mix_all_parts_of_the_file() -> None:
     """A batch of 64 from a sorted file of 8 classes has all of them, roughly evenly, every time."""
-    order = Order(np.full(64, 128), 0, 64, 4, 64, "lanes")
+    order = Order(np.full(64, 128), 0, 64, 4, 64, "streams")
     plan = order.plan(0)
     for position in range(0, order.num_samples, 64 * 16):
         classes = plan.rows(np.arange(position, position + 64)) // 1024
@@ -191,23 +191,23 @@ def test_ten_billion_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "seed", "lanes", "mixing", "batch", "shuffle", "text"),
+    ("rows", "seed", "streams", "mixing", "batch", "shuffle", "text"),
     [
-        ([], 0, 1, 1, 1, "lanes", "no rows"),
+        ([], 0, 1, 1, 1, "streams", "no rows"),
         ([0, 0], 0, 1, 1, 1, "none", "no rows"),
-        ([5, -1], 0, 1, 1, 1, "lanes", "fewer than 0"),
-        ([5], -1, 1, 1, 1, "lanes", "seed is -1"),
-        ([5], 2**64, 1, 1, 1, "lanes", "seed is"),
-        ([5], 0, 0, 1, 1, "lanes", "lanes is 0"),
-        ([5], 0, 1, 0, 1, "lanes", "mixing_chunks is 0"),
-        ([5], 0, 1, 1, 0, "lanes", "global_batch is 0"),
-        ([5], 0, 1, 1, 1, "shuffled", '"lanes", "full" or "none"'),
+        ([5, -1], 0, 1, 1, 1, "streams", "fewer than 0"),
+        ([5], -1, 1, 1, 1, "streams", "seed is -1"),
+        ([5], 2**64, 1, 1, 1, "streams", "seed is"),
+        ([5], 0, 0, 1, 1, "streams", "streams is 0"),
+        ([5], 0, 1, 0, 1, "streams", "mixing_chunks is 0"),
+        ([5], 0, 1, 1, 0, "streams", "global_batch is 0"),
+        ([5], 0, 1, 1, 1, "shuffled", '"streams", "full" or "none"'),
     ],
 )
-def test_values_out_of_range(rows, seed, lanes, mixing, batch, shuffle, text) -> None:  # type: ignore[no-untyped-def]
+def test_values_out_of_range(rows, seed, streams, mixing, batch, shuffle, text) -> None:  # type: ignore[no-untyped-def]
     """Behaviour 23: no rows is a clear error, as is every other value that cannot be."""
     with pytest.raises(DataError, match=text):
-        Order(np.array(rows), seed, lanes, mixing, batch, shuffle)
+        Order(np.array(rows), seed, streams, mixing, batch, shuffle)
 
 
 def test_positions_outside_the_epoch() -> None:
@@ -220,9 +220,9 @@ def test_positions_outside_the_epoch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "chunk_bytes", "lanes"),
+    ("num_rows", "chunk_bytes", "streams"),
     [(10**6, 2**10, 64), (10**6, 2**22, 64), (10**6, 2**23, 32), (10**6, 2**40, 1), (5, 10, 4), (1, 10, 1)],
 )
-def test_automatic_lanes(num_rows: int, chunk_bytes: int, lanes: int) -> None:
+def test_automatic_streams(num_rows: int, chunk_bytes: int, streams: int) -> None:
     """At most 64, one a row, and 1 GiB of groups of 4 chunks."""
-    assert automatic_lanes(num_rows, chunk_bytes, 4) == lanes
+    assert automatic_streams(num_rows, chunk_bytes, 4) == streams

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpidp.hdf5.order.order import Order, PlanRows, Shuffle
-from mpidp.hdf5.order.plan import LanePlan
+from mpidp.hdf5.order.plan import StreamPlan
 
-SHUFFLES: tuple[Shuffle, ...] = ("lanes", "full", "none")
+SHUFFLES: tuple[Shuffle, ...] = ("streams", "full", "none")
 
 
 @st.composite
@@ -19,7 +19,7 @@ def orders(draw: st.DrawFn) -> Order:
     return Order(
         np.array(chunk_rows),
         seed=draw(st.integers(0, 2**64 - 1)),
-        lanes=draw(st.sampled_from([1, 2, 3, 4, 8, 64, 100])),
+        streams=draw(st.sampled_from([1, 2, 3, 4, 8, 64, 100])),
         mixing_chunks=draw(st.integers(1, 20)),
         global_batch=draw(st.integers(1, 40)),
         shuffle=draw(st.sampled_from(SHUFFLES)),
@@ -56,9 +56,9 @@ def test_any_samples_in_any_order(order: Order, data: st.DataObject) -> None:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_each_permutation_is_drawn_once(size: int) -> None:
     """The cost of a batch does not grow with the chunks: 1,000 batches, and as many permutations as groups."""
-    order = Order(np.full(50, 160), seed=1, lanes=4, mixing_chunks=5, global_batch=8)
+    order = Order(np.full(50, 160), seed=1, streams=4, mixing_chunks=5, global_batch=8)
     plan = order.plan(0)
-    assert isinstance(plan, LanePlan)
+    assert isinstance(plan, StreamPlan)
     drawn: list[int] = []
     draw = plan._group_permutation
     with patch.object(plan, "_group_permutation", lambda group: drawn.append(group) or draw(group)):

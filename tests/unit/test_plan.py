@@ -38,7 +38,7 @@ def file(tmp_path: Path) -> str:
 
 
 def config_of(file: str, **data: object) -> RunConfig:
-    section = DataSection(train=(file,), global_batch=10, lanes=4, **data)  # type: ignore[arg-type]
+    section = DataSection(train=(file,), global_batch=10, streams=4, **data)  # type: ignore[arg-type]
     return RunConfig(data=section, model=ModelSection("mlp"))
 
 
@@ -63,7 +63,7 @@ def test_a_plan_says_what_drop_last_leaves_out(file: str) -> None:
 
 
 def test_shards_of_a_plan_are_those_of_the_loader(file: str) -> None:
-    """Behaviour 23: 4 lanes over 3 ranks: rank 0 owns two of them; steps 0, 1, 2 and the last are shown."""
+    """Behaviour 23: 4 streams over 3 ranks: rank 0 owns two of them; steps 0, 1, 2 and the last are shown."""
     text = plan(config_of(file), nn.Linear(3, 2), SGD, ranks=3)
     shown = [line for line in lines_of(text) if line and line[0].isdigit() and ":" in line[5]]
     assert [line[:5] for line in shown] == [
@@ -73,7 +73,7 @@ def test_shards_of_a_plan_are_those_of_the_loader(file: str) -> None:
             "2",
             "5",
             "0",
-        ],  # indices 0-9 in lanes 0, 1, 2, 3, 0, 1, 2, 3, 0, 1: rank 0 has lanes 0 and 3
+        ],  # indices 0-9 in streams 0, 1, 2, 3, 0, 1, 2, 3, 0, 1: rank 0 has streams 0 and 3
         ["1", "10", "2", "5", "0"],
         ["2", "10", "2", "5", "0"],
         ["9", "10", "2", "5", "0"],
@@ -202,7 +202,7 @@ def test_inspect_says_what_the_loader_would_make_of_the_file(file: str) -> None:
     text, _ = inspect(file)
     assert 'data.fields = ["x", "y"] would give\n  samples   100 of 16 B in memory' in text
     assert "13 chunks of 8 rows" in text
-    assert "lanes     64 by default" in text
+    assert "streams   64 by default" in text
     assert "y is stored as uint16, read as int32" in text
     assert "remarks" not in text
 

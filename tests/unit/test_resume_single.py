@@ -82,7 +82,7 @@ def test_a_resumed_run_ends_with_the_same_bits(run: Run, kind: str, optimizer: s
     assert_resumed_alike(run, whole, settings, steps=(3, 5, 10, 13))
 
 
-@pytest.mark.parametrize("shuffle", ["lanes", "none"])
+@pytest.mark.parametrize("shuffle", ["streams", "none"])
 def test_a_resumed_run_leaves_out_the_same_steps(run: Run, shuffle: str) -> None:
     """Behaviours 23 and 43: 42 samples are 4 complete steps; resumed inside an epoch, at its end, and behind it."""
     settings = {

@@ -130,11 +130,11 @@ def test_augmentation_does_not_depend_on_the_batch(tmp_path: Path, kind: str) ->
             row: value for batch in loader for row, value in zip(batch.indices.tolist(), batch.x.tolist(), strict=True)
         }
 
-    one = HDF5Loader(tmp_path / "a.h5", ("x",), 7, lanes=2, **{kind: functions[kind]})
-    other = HDF5Loader(tmp_path / "a.h5", ("x",), 20, lanes=4, shuffle="full", **{kind: functions[kind]})
+    one = HDF5Loader(tmp_path / "a.h5", ("x",), 7, streams=2, **{kind: functions[kind]})
+    other = HDF5Loader(tmp_path / "a.h5", ("x",), 20, streams=4, shuffle="full", **{kind: functions[kind]})
     first, second = epoch(one), epoch(one)
     assert first == epoch(other) and second == epoch(other) and first != second and len(set(first.values())) == 50
-    again = HDF5Loader(tmp_path / "a.h5", ("x",), 9, lanes=2, **{kind: functions[kind]})
+    again = HDF5Loader(tmp_path / "a.h5", ("x",), 9, streams=2, **{kind: functions[kind]})
     again.load_state_dict({**one.state_dict(), "epoch": 1, "position": 21})
     rest = epoch(again)
     assert len(rest) == 29 and rest.items() <= second.items()

@@ -28,7 +28,7 @@ def used():
     return pages * resource.getpagesize() // 1024, len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
-loader = HDF5Loader(path, ("x", "y"), 2, shuffle=shuffle, lanes=8, mixing_chunks=2, threads=1)
+loader = HDF5Loader(path, ("x", "y"), 2, shuffle=shuffle, streams=8, mixing_chunks=2, threads=1)
 count = total = 0
 marks = []
 while count < batches:
@@ -46,10 +46,10 @@ print(loader.epoch, total, *(figure for mark in marks for figure in mark))
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("shuffle", ["lanes", "full"])
+@pytest.mark.parametrize("shuffle", ["streams", "full"])
 def test_memory_is_flat(tmp_path: Path, shuffle: str) -> None:
     """Between a fifth of the batches and all of them."""
-    rows, batches = 20_000, BATCHES if shuffle == "lanes" else BATCHES // 5
+    rows, batches = 20_000, BATCHES if shuffle == "streams" else BATCHES // 5
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("x", data=np.zeros((rows, 4), "u1"), chunks=(500, 4), compression="gzip")
         file.create_dataset("y", data=np.arange(rows), chunks=(700,))

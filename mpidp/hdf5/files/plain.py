@@ -52,7 +52,7 @@ class PlainReader:
         # of one file, so that the memory of the caches does not grow with the number of files.
         self._current = -1
         self._datasets: dict[str, Any] = {}
-        # Two chunks: a lane may end inside a chunk, and the next lane then finds the rest decoded.
+        # Two chunks: a stream may end inside a chunk, and the next stream then finds the rest decoded.
         largest = max(file.range_rows for file in dataset.files) * max(f.row_bytes for f in dataset.fields)
         self._cache_bytes = min(max(_LEAST_CACHE_BYTES, 2 * largest), _MOST_CACHE_BYTES)
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from mpidp.hdf5.dataset import Rows
 from mpidp.hdf5.field import Field
-from mpidp.hdf5.gather import GroupStore, LaneGatherer, RowGatherer
+from mpidp.hdf5.gather import GroupStore, RowGatherer, StreamGatherer
 from mpidp.hdf5.memory_budget import Resources
 from mpidp.hdf5.order.keyed import IntArray
 from mpidp.hdf5.order.order import Order, Share, Step, step_rows, steps
-from mpidp.hdf5.order.plan import LanePlan
+from mpidp.hdf5.order.plan import StreamPlan
 from mpidp.hdf5.prefetch import BatchRing
 from mpidp.hdf5.read import RowReader, Selection
 from mpidp.world.status import status
@@ -53,7 +53,7 @@ class FileRows:
 
     def steps(self, order: Order, share: Share, ring: BatchRing, use: Resources) -> Generator[Assembled, None, None]:
         """Yield the steps of `share`, without end: epoch follows epoch, so that the next is read ahead of its start."""
-        make = _by_lanes if order.shuffle == "lanes" else _by_rows
+        make = _by_streams if order.shuffle == "streams" else _by_rows
         with (
             closing(RowReader(self._selection, use.cache_bytes)) as reader,
             ThreadPoolExecutor(use.threads, "mpidp-decode") as pool,
@@ -65,19 +65,19 @@ class FileRows:
                 pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _by_lanes(
+def _by_streams(
     reader: RowReader, order: Order, share: Share, ring: BatchRing, use: Resources, pool: Executor
 ) -> Iterator[tuple[Step, Rows]]:
     capacity = order.mixing_chunks * int(order.chunk_rows.max())
     store = GroupStore(reader, pool, use.held_groups, capacity)
 
-    def begin(epoch: int, position: int) -> tuple[LanePlan, LaneGatherer]:
+    def begin(epoch: int, position: int) -> tuple[StreamPlan, StreamGatherer]:
         plan = order.plan(epoch)
-        assert isinstance(plan, LanePlan)
-        return plan, LaneGatherer(plan, store, share.size, share.rank, position, order.end(position))
+        assert isinstance(plan, StreamPlan)
+        return plan, StreamGatherer(plan, store, share.size, share.rank, position, order.end(position))
 
     plan, gatherer = begin(share.epoch, share.position)
-    following: tuple[LanePlan, LaneGatherer] | None = None
+    following: tuple[StreamPlan, StreamGatherer] | None = None
     epoch = share.epoch
     for step in steps(order, share):
         if step.epoch != epoch:

@@ -1,6 +1,6 @@
 """The order of the samples in every epoch, and the steps that ranks take through it.
 
-Which samples form a global batch depends on (seed, epoch, lanes, mixing_chunks, global_batch) and never on
+Which samples form a global batch depends on (seed, epoch, streams, mixing_chunks, global_batch) and never on
 the number of ranks; each sample comes exactly once an epoch; every rank takes the same number of steps; and
 one integer, the number of global samples consumed, is all that resuming needs. Only NumPy is imported here.
 """
@@ -15,9 +15,9 @@ import numpy as np
 
 from mpidp.errors import DataError
 from mpidp.hdf5.order.keyed import IntArray, check_seed
-from mpidp.hdf5.order.plan import EpochPlan, FilePlan, FullPlan, LanePlan
+from mpidp.hdf5.order.plan import EpochPlan, FilePlan, FullPlan, StreamPlan
 
-Shuffle = Literal["lanes", "full", "none"]
+Shuffle = Literal["streams", "full", "none"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,8 +25,8 @@ class Order:
     """The order of a data set.
 
     `chunk_rows` (int64) are the lengths of consecutive row ranges that are read together; they may be 0.
-    `lanes` is the number of virtual workers, `mixing_chunks` the number of chunks whose rows are permuted
-    together inside a lane, `global_batch` the samples of one step over all ranks. `shuffle`: "lanes" (whole
+    `streams` is the number of virtual workers, `mixing_chunks` the number of chunks whose rows are permuted
+    together inside a stream, `global_batch` the samples of one step over all ranks. `shuffle`: "streams" (whole
     chunks are read, once), "full" (any permutation, slow on large chunks) or "none" (file order). `drop_last`
     leaves out the last step of an epoch if it has fewer samples than `global_batch`.
 
@@ -35,10 +35,10 @@ class Order:
 
     chunk_rows: IntArray
     seed: int
-    lanes: int
+    streams: int
     mixing_chunks: int
     global_batch: int
-    shuffle: Shuffle = "lanes"
+    shuffle: Shuffle = "streams"
     drop_last: bool = False
 
     def __post_init__(self) -> None:
@@ -46,12 +46,12 @@ class Order:
         chunk_rows.flags.writeable = False
         object.__setattr__(self, "chunk_rows", chunk_rows)
         check_seed(self.seed)
-        for name in ("lanes", "mixing_chunks", "global_batch"):
+        for name in ("streams", "mixing_chunks", "global_batch"):
             value = getattr(self, name)
             if value < 1:
                 raise DataError(f"{name} is {value}; give an integer of at least 1")
         if self.shuffle not in get_args(Shuffle):
-            raise DataError(f'shuffle is {self.shuffle!r}; give "lanes", "full" or "none"')
+            raise DataError(f'shuffle is {self.shuffle!r}; give "streams", "full" or "none"')
         if len(chunk_rows) and chunk_rows.min() < 0:
             raise DataError(f"chunk_rows holds {chunk_rows.min()}; a chunk cannot have fewer than 0 rows")
         if self.num_samples == 0:
@@ -84,34 +84,34 @@ class Order:
             return FilePlan(self.num_samples, self.global_batch)
         if self.shuffle == "full":
             return FullPlan(self.num_samples, self.global_batch, self.seed, epoch)
-        return LanePlan(self.chunk_rows, self.global_batch, self.seed, epoch, self.lanes, self.mixing_chunks)
+        return StreamPlan(self.chunk_rows, self.global_batch, self.seed, epoch, self.streams, self.mixing_chunks)
 
 
 class PlanRows:
     """`plan.rows` for batch after batch, at a cost in proportion to them.
 
     `EpochPlan.rows` may be asked for any sample, and draws the permutation of each sample's group anew. This is
-    `plan.rows`, with the permutations of the current groups of those lanes kept that were asked for.
+    `plan.rows`, with the permutations of the current groups of those streams kept that were asked for.
 
     They take 8 bytes for each row of these groups.
     """
 
     def __init__(self, plan: EpochPlan) -> None:
         self._plan = plan
-        if isinstance(plan, LanePlan):
-            self._lanes = _LaneRows(plan)
+        if isinstance(plan, StreamPlan):
+            self._streams = _StreamRows(plan)
 
     def __call__(self, indices: IntArray) -> IntArray:
         """Return the row (int64) of each global index, as `plan.rows` does."""
-        return self._lanes(indices) if isinstance(self._plan, LanePlan) else self._plan.rows(indices)
+        return self._streams(indices) if isinstance(self._plan, StreamPlan) else self._plan.rows(indices)
 
 
-class _LaneRows:
-    """The rows of the current group of each lane, in the order of the epoch."""
+class _StreamRows:
+    """The rows of the current group of each stream, in the order of the epoch."""
 
-    def __init__(self, plan: LanePlan) -> None:
+    def __init__(self, plan: StreamPlan) -> None:
         self._plan = plan
-        self._slots = np.full(plan.lanes, -1, dtype=np.int64)  # of each lane, in what follows
+        self._slots = np.full(plan.streams, -1, dtype=np.int64)  # of each stream, in what follows
         self._group = np.empty(0, dtype=np.int64)
         self._rows = np.empty((0, plan.largest_group), dtype=np.int64)
 
@@ -120,37 +120,39 @@ class _LaneRows:
         spots = self._plan.spots(indices)
         groups = self._plan.groups(spots)
         offsets = spots - self._plan.group_start(groups)
-        lanes = np.asarray(indices, dtype=np.int64) % self._plan.lanes
-        slots = self._find_slots(lanes)
+        streams = np.asarray(indices, dtype=np.int64) % self._plan.streams
+        slots = self._find_slots(streams)
         rows = np.empty(len(spots), dtype=np.int64)
         pending = np.arange(len(spots))
         while pending.size:
-            # The first pending sample of each lane says which group comes next there.
+            # The first pending sample of each stream says which group comes next there.
             needed, first = np.unique(slots[pending], return_index=True)
             first = pending[first]
-            for slot, group, lane in zip(needed.tolist(), groups[first].tolist(), lanes[first].tolist(), strict=True):
+            for slot, group, stream in zip(
+                needed.tolist(), groups[first].tolist(), streams[first].tolist(), strict=True
+            ):
                 if self._group[slot] != group:
-                    self._load(slot, group, lane)
+                    self._load(slot, group, stream)
             held = groups[pending] == self._group[slots[pending]]
             ready, pending = pending[held], pending[~held]
             rows[ready] = self._rows[slots[ready], offsets[ready]]
         return rows
 
-    def _find_slots(self, lanes: IntArray) -> IntArray:
-        """Return where the group of each lane is kept, making room for lanes that are new."""
-        new = np.unique(lanes[self._slots[lanes] < 0])
+    def _find_slots(self, streams: IntArray) -> IntArray:
+        """Return where the group of each stream is kept, making room for streams that are new."""
+        new = np.unique(streams[self._slots[streams] < 0])
         if new.size:
             self._slots[new] = len(self._group) + np.arange(new.size)
             self._group = np.append(self._group, np.full(new.size, -1))
             room = np.empty((new.size, self._rows.shape[1]), dtype=np.int64)
             self._rows = np.concatenate([self._rows, room])
-        return self._slots[lanes]
+        return self._slots[streams]
 
-    def _load(self, slot: int, group: int, lane: int) -> None:
+    def _load(self, slot: int, group: int, stream: int) -> None:
         start, stop = self._plan.group_start(np.array([group, group + 1])).tolist()
-        first = start - int(self._plan.spots(np.array([lane]))[0])
+        first = start - int(self._plan.spots(np.array([stream]))[0])
         places = np.arange(first, first + stop - start, dtype=np.int64)
-        self._rows[slot, : stop - start] = self._plan.rows(lane + self._plan.lanes * places)
+        self._rows[slot, : stop - start] = self._plan.rows(stream + self._plan.streams * places)
         self._group[slot] = group
 
 

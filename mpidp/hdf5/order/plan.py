@@ -1,8 +1,9 @@
-"""The order of one epoch: rows as they lie in the file, permuted as a whole, or shuffled in lanes.
+"""The order of one epoch: rows as they lie in the file, permuted as a whole, or shuffled in streams.
 
-All plans hold memory in proportion to chunks, never to rows. In lanes, chunks are permuted whole and laid end to end;
-the line is cut into lanes of equal length; inside a lane rows are permuted within groups of a few chunks. Global
-index i is place i // lanes of lane i % lanes, so a batch mixes all lanes, while a reader of one lane holds one group.
+All plans hold memory in proportion to chunks, never to rows. In streams, chunks are permuted whole and laid end to end;
+the line is cut into streams of equal length; inside a stream rows are permuted within groups of a few chunks. Global
+index i is place i // streams of stream i % streams, so a batch mixes all streams, while a reader of one stream holds
+one group.
 """
 
 from abc import ABC, abstractmethod
@@ -72,7 +73,7 @@ class FullPlan(FilePlan):
         return self._bijection(indices)
 
 
-_MOST_LANES = 64
+_MOST_STREAMS = 64
 
 
 @dataclass(frozen=True)
@@ -92,35 +93,35 @@ class Group:
     permutation: IntArray
 
 
-class LanePlan(EpochPlan):
-    """The order "lanes" of one epoch. *Spot* below: a row's place on the line of all permuted chunks."""
+class StreamPlan(EpochPlan):
+    """The order "streams" of one epoch. *Spot* below: a row's place on the line of all permuted chunks."""
 
     def __init__(
-        self, chunk_rows: IntArray, global_batch: int, seed: int, epoch: int, lanes: int, mixing_chunks: int
+        self, chunk_rows: IntArray, global_batch: int, seed: int, epoch: int, streams: int, mixing_chunks: int
     ) -> None:
         super().__init__(int(chunk_rows.sum()), global_batch)
-        self.lanes = lanes
+        self.streams = streams
         self._seed, self._epoch = seed, epoch
         self._row_starts = np.cumsum(chunk_rows) - chunk_rows
         self._chunks = permutation(len(chunk_rows), seed, CHUNKS, epoch)
         self._chunk_spots = np.concatenate(([0], np.cumsum(chunk_rows[self._chunks])))
-        self._lane_spots = _even_cuts(self.num_samples, lanes)
-        # Cutting at chunk ends and at lane ends gives pieces; chunks without rows give none.
-        self._piece_spots = np.union1d(self._chunk_spots, self._lane_spots)
-        self._group_pieces, self._lane_groups = self._form_groups(mixing_chunks)
+        self._stream_spots = _even_cuts(self.num_samples, streams)
+        # Cutting at chunk ends and at stream ends gives pieces; chunks without rows give none.
+        self._piece_spots = np.union1d(self._chunk_spots, self._stream_spots)
+        self._group_pieces, self._stream_groups = self._form_groups(mixing_chunks)
         self._group_spots = self._piece_spots[self._group_pieces]
 
     def _form_groups(self, mixing_chunks: int) -> tuple[IntArray, IntArray]:
-        """Return the first piece of each group and the first group of each lane, each with the end added."""
+        """Return the first piece of each group and the first group of each stream, each with the end added."""
         num_pieces = len(self._piece_spots) - 1
-        lane_pieces = np.searchsorted(self._piece_spots, self._lane_spots)
-        first_length = words(self.lanes, self._seed, FIRST_GROUP, self._epoch) % np.uint64(mixing_chunks)
-        # Piece number j of a lane opens a group at j = 0, f, f + K, f + 2K, ... with f in 1..K.
-        number = np.arange(num_pieces) - np.repeat(lane_pieces[:-1], np.diff(lane_pieces))
-        first = np.repeat(first_length.astype(np.int64) + 1, np.diff(lane_pieces))
+        stream_pieces = np.searchsorted(self._piece_spots, self._stream_spots)
+        first_length = words(self.streams, self._seed, FIRST_GROUP, self._epoch) % np.uint64(mixing_chunks)
+        # Piece number j of a stream opens a group at j = 0, f, f + K, f + 2K, ... with f in 1..K.
+        number = np.arange(num_pieces) - np.repeat(stream_pieces[:-1], np.diff(stream_pieces))
+        first = np.repeat(first_length.astype(np.int64) + 1, np.diff(stream_pieces))
         opens = np.flatnonzero((number == 0) | ((number >= first) & ((number - first) % mixing_chunks == 0)))
-        lane_groups = np.searchsorted(opens, lane_pieces)
-        return np.append(opens, num_pieces), lane_groups
+        stream_groups = np.searchsorted(opens, stream_pieces)
+        return np.append(opens, num_pieces), stream_groups
 
     def rows(self, indices: IntArray) -> IntArray:
         """Return the row (int64) of each global index."""
@@ -134,31 +135,31 @@ class LanePlan(EpochPlan):
         return self._row_at(spots)
 
     def local_indices(self, position: int, size: int, rank: int) -> IntArray:
-        """Return what `rank` reads: lane l belongs to rank l mod size.
+        """Return what `rank` reads: stream l belongs to rank l mod size.
 
-        With more ranks than lanes, the ranks r with r mod lanes = l take the places of lane l in turn.
+        With more ranks than streams, the ranks r with r mod streams = l take the places of stream l in turn.
         """
         start, stop = self.step(position)
         indices = np.arange(start, stop, dtype=np.int64)
         if size == 1:
             return indices
-        lane, place = indices % self.lanes, indices // self.lanes
-        if size <= self.lanes:
-            own = lane % size == rank
+        stream, place = indices % self.streams, indices // self.streams
+        if size <= self.streams:
+            own = stream % size == rank
         else:
-            sharers = len(range(rank % self.lanes, size, self.lanes))
-            own = (lane == rank % self.lanes) & (place % sharers == rank // self.lanes)
+            sharers = len(range(rank % self.streams, size, self.streams))
+            own = (stream == rank % self.streams) & (place % sharers == rank // self.streams)
         local: IntArray = indices[own]
         return local
 
     def spots(self, indices: IntArray) -> IntArray:
         """Return where each global index lies on the line of permuted chunks, before rows are permuted."""
         indices = np.asarray(indices, dtype=np.int64)
-        spots: IntArray = self._lane_spots[indices % self.lanes] + indices // self.lanes
+        spots: IntArray = self._stream_spots[indices % self.streams] + indices // self.streams
         return spots
 
     def groups(self, spots: IntArray) -> IntArray:
-        """Return the number of the group that each spot lies in, counted over all lanes."""
+        """Return the number of the group that each spot lies in, counted over all streams."""
         numbers: IntArray = np.searchsorted(self._group_spots, spots, side="right") - 1
         return numbers
 
@@ -167,10 +168,10 @@ class LanePlan(EpochPlan):
         starts: IntArray = self._group_spots[groups]
         return starts
 
-    def lane_groups(self, lane: int) -> tuple[IntArray, IntArray, IntArray]:
-        """Return the groups of a lane in order, and the first place and the end of each (int64)."""
-        groups = np.arange(self._lane_groups[lane], self._lane_groups[lane + 1], dtype=np.int64)
-        start = self._lane_spots[lane]
+    def stream_groups(self, stream: int) -> tuple[IntArray, IntArray, IntArray]:
+        """Return the groups of a stream in order, and the first place and the end of each (int64)."""
+        groups = np.arange(self._stream_groups[stream], self._stream_groups[stream + 1], dtype=np.int64)
+        start = self._stream_spots[stream]
         return groups, self._group_spots[groups] - start, self._group_spots[groups + 1] - start
 
     @property
@@ -190,24 +191,24 @@ class LanePlan(EpochPlan):
         return Piece(int(self._chunks[slot]), start - begin, stop - begin)
 
     def _group_permutation(self, group: int) -> IntArray:
-        lane = int(np.searchsorted(self._lane_groups, group, side="right")) - 1
+        stream = int(np.searchsorted(self._stream_groups, group, side="right")) - 1
         count = int(self._group_spots[group + 1] - self._group_spots[group])
-        number = group - int(self._lane_groups[lane])
-        return permutation(count, self._seed, GROUP_ROWS, self._epoch, lane, number)
+        number = group - int(self._stream_groups[stream])
+        return permutation(count, self._seed, GROUP_ROWS, self._epoch, stream, number)
 
     def _row_at(self, spots: IntArray) -> IntArray:
         slot = np.searchsorted(self._chunk_spots, spots, side="right") - 1
         return self._row_starts[self._chunks[slot]] + spots - self._chunk_spots[slot]
 
 
-def automatic_lanes(num_rows: int, chunk_bytes: float, mixing_chunks: int, most_bytes: int = 2**30) -> int:
-    """Return the largest power of two of lanes within 64, one a row, and `most_bytes` of groups over all ranks.
+def automatic_streams(num_rows: int, chunk_bytes: float, mixing_chunks: int, most_bytes: int = 2**30) -> int:
+    """Return the largest power of two of streams within 64, one a row, and `most_bytes` of groups over all ranks.
 
     `chunk_bytes` is the mean size in memory of a chunk of rows. The number of ranks has no say, so that the
     order of the samples does not depend on it.
     """
     group_bytes = max(1, mixing_chunks) * chunk_bytes  # Order refuses a depth below 1, and says so
-    limit = min(_MOST_LANES, num_rows, int(most_bytes / group_bytes))
+    limit = min(_MOST_STREAMS, num_rows, int(most_bytes / group_bytes))
     return 1 << (max(1, limit).bit_length() - 1)
 
 

@@ -136,7 +136,7 @@ def _loaders(options: LoaderOptions, dataset: DataSet, path: str, threads: int, 
         )
         stack.callback(loader.close)
         run = _passes(partial(_endless, loader), options.samples, dataset, path)
-        mixed = chunks_in_a_batch(loader.order) if shuffle == "lanes" else None
+        mixed = chunks_in_a_batch(loader.order) if shuffle == "streams" else None
         sides.append(Side(f"mpidp {shuffle}", options.samples, dataset.row_bytes, run, mixed, loader.stop))
     return sides
 

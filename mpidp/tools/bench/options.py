@@ -75,7 +75,7 @@ class LoaderOptions:
     """Its datasets."""
     global_batch: int = 256
     """Samples of a batch."""
-    shuffles: Names = ("lanes", "full", "none")
+    shuffles: Names = ("streams", "full", "none")
     """Orders of mpidp's loader to time."""
     against: Literal["none", "dataloader"] = "none"
     """Time torch's DataLoader over h5py, in the usual forms, and h5py alone, in the same run."""

@@ -23,7 +23,7 @@ from mpidp.tools.data.plan import default_chunk_rows
 from mpidp.tools.table import size_text, table
 from mpidp.world.system import memory_limit
 
-ReadOrder = Literal["lanes", "full", "none"]
+ReadOrder = Literal["streams", "full", "none"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def amplification(fields: Sequence[StoredField], range_rows: int, order: ReadOrd
     Args:
         fields: the fields of a run, with equal numbers of rows, at least one.
         range_rows: how many rows the loader reads together.
-        order: "lanes" reads such ranges once each, in any order; "full" reads single rows; "none" goes through the
+        order: "streams" reads such ranges once each, in any order; "full" reads single rows; "none" goes through the
             file once.
     """
     num_rows = fields[0].shape[0]
@@ -82,8 +82,8 @@ _GLOBAL_BATCH = 64
 def loader_facts(found: DataSet) -> list[str]:
     """Return how one file with these fields is read by default on this machine."""
     (file,) = found.files
-    lanes, mixing_chunks = choose_mixing(found, default_node_bytes(memory_limit()), None, None, _GLOBAL_BATCH)
-    order = Order(found.chunk_rows, 0, lanes, mixing_chunks, _GLOBAL_BATCH, choose_shuffle(found))
+    streams, mixing_chunks = choose_mixing(found, default_node_bytes(memory_limit()), None, None, _GLOBAL_BATCH)
+    order = Order(found.chunk_rows, 0, streams, mixing_chunks, _GLOBAL_BATCH, choose_shuffle(found))
     unit = "chunks" if file.chunked else "ranges (not chunked)"
     height = min(file.range_rows, found.num_rows)
     chunk_bytes = found.mean_chunk_bytes
@@ -93,9 +93,9 @@ def loader_facts(found: DataSet) -> list[str]:
         f"  decoding  {decoding(found)}",
         *(f"  slow      {line}" for line in slow_paths(found)),
     ]
-    if order.shuffle == "lanes":
-        lines.append(f"  lanes     {lanes} by default, with {mixing_chunks} chunks of a lane mixed")
-        lines.append(f"  memory    {size_text(mixing_chunks * chunk_bytes)} for those chunks of one lane")
+    if order.shuffle == "streams":
+        lines.append(f"  streams   {streams} by default, with {mixing_chunks} chunks of a stream mixed")
+        lines.append(f"  memory    {size_text(mixing_chunks * chunk_bytes)} for those chunks of one stream")
     else:
         lines.append(f"  order     {order.shuffle} by default: samples are read one by one")
     first = size_text(first_batch_bytes(order, found))
@@ -196,7 +196,7 @@ def _command(path: str) -> str:
     return f"{_CONVERT} {shlex.quote(path)} NEW.h5"
 
 
-_ORDERS: tuple[ReadOrder, ...] = ("lanes", "full", "none")
+_ORDERS: tuple[ReadOrder, ...] = ("streams", "full", "none")
 _MOST_NAMED = 10
 
 

@@ -12,7 +12,7 @@ from mpidp.hdf5.write import MOST_CHUNK_BYTES, Filters, NewDataset
 from mpidp.tools.data.source import Source, SourceField
 
 DEFAULT_CHUNK_BYTES = 512 << 10
-# Small files get smaller chunks, down to this: lanes and ranks need some chunks to share.
+# Small files get smaller chunks, down to this: streams and ranks need some chunks to share.
 SMALL_CHUNK_BYTES, ENOUGH_CHUNKS = 16 << 10, 64
 # A task is long beside the time to start it, and short beside the memory of any machine.
 TASK_BYTES = 4 << 20
