@@ -23,12 +23,26 @@ from mpidp.reduce.buckets import Buckets
 from mpidp.reduce.choice import REDUCERS, Facts, choose
 from mpidp.reduce.reducer import Reducer, ReducerOptions
 from mpidp.tools.bench.options import BUFFER_ITEMSIZE, AllreduceOptions, parse_variant
-from mpidp.tools.bench.timing import Row, Side, measure
+from mpidp.tools.bench.timing import Row, Side, Times, measure
 from mpidp.world.mpi import MPI
 from mpidp.world.world import World
 
 TIMEOUT = timedelta(seconds=300)
 LOOPBACK = "127.0.0.1"
+NAMES = ("auto", *REDUCERS, "mpi", "copy")
+COLUMNS = {
+    "bytes": ("bytes", 1),
+    "median ms": ("median_s", 1e3),
+    "min ms": ("min_s", 1e3),
+    "max ms": ("max_s", 1e3),
+    "GB/s": ("algorithm_bytes_per_s", 1e-9),
+    "bus GB/s": ("bus_bytes_per_s", 1e-9),
+}
+
+PATTERN_LENGTH = 7  # not a power of two, so that no two slices of a buffer are alike
+RELATIVE_TOLERANCE = 1e-6
+# A call of microseconds is timed several at a time: as many as move about this much, and no more than so many.
+REPEAT_BYTES, MAX_CALLS = 1 << 20, 20
 
 
 @contextmanager
@@ -48,11 +62,6 @@ def gloo(world: World) -> Iterator[None]:
         yield
     finally:
         torch.distributed.destroy_process_group()
-
-
-def gloo_sum(tensor: Tensor) -> None:
-    """Replaces a tensor by its sum over ranks. Collective, inside `gloo`."""
-    torch.distributed.all_reduce(tensor)
 
 
 def ddp(module: nn.Module, world: World) -> nn.Module:
@@ -94,99 +103,81 @@ def _store(world: World, address: str) -> TCPStore:
     return connect(port) if store is None else store
 
 
-NAMES = ("auto", *REDUCERS, "mpi", "copy")
-COLUMNS = {
-    "bytes": ("bytes", 1),
-    "median ms": ("median_s", 1e3),
-    "min ms": ("min_s", 1e3),
-    "max ms": ("max_s", 1e3),
-    "GB/s": ("algorithm_bytes_per_s", 1e-9),
-    "bus GB/s": ("bus_bytes_per_s", 1e-9),
-}
+def allreduce_rows(options: AllreduceOptions, world: World, device: torch.device | None = None) -> list[Row]:
+    """Measure every size. Collective; inside `gloo` when that is asked for.
 
-PATTERN_LENGTH = 7  # not a power of two, so that no two slices of a buffer are alike
-RELATIVE_TOLERANCE = 1e-6
-# A call of microseconds is timed several at a time: as many as move about this much, and no more than so many.
-REPEAT_BYTES, MAX_CALLS = 1 << 20, 20
-
-
-def allreduce_rows(options: AllreduceOptions, world: World) -> list[Row]:
-    """Measures every size. Collective; inside `baselines.gloo` when that is asked for.
+    Args:
+        options: what to measure.
+        world: the ranks.
+        device: where the buffers are; None for each rank's own device.
 
     Raises:
         MpidpError: a wrong result; a side that cannot work here.
     """
-    return [row for num_bytes in options.sizes for row in _rows(options, num_bytes, world)]
-
-
-def _rows(options: AllreduceOptions, num_bytes: int, world: World) -> list[Row]:
-    contest = _Contest(num_bytes, world)
-    sides = [contest.side(name) for name in options.reducers]
-    if options.against == "gloo":
-        sides.append(contest.sum_side("gloo", gloo_sum))
-    times = measure(world, sides, options.repeats)
-    contest.close()
-    return [_row(side, times[side.name].summary(), contest) for side in sides]
-
-
-def _row(side: Side, summary: dict[str, float], contest: "_Contest") -> Row:
-    size = contest.world.size
-    chosen = contest.chosen.get(side.name)
-    crosses = side.name != "copy" and chosen != "null"
-    bytes_per_s = contest.num_bytes / summary["median_s"]
-    return {
-        "name": side.name,
-        "chosen": chosen,
-        "bytes": contest.num_bytes,
-        "calls": side.calls,
-        **summary,
-        "algorithm_bytes_per_s": bytes_per_s,
-        # Each byte crosses a link 2 (n - 1) / n times in an ideal allreduce.
-        "bus_bytes_per_s": bytes_per_s * 2 * (size - 1) / size if crosses else None,
-    }
+    names = [*options.reducers, *(["gloo"] if options.against == "gloo" else [])]
+    rows = []
+    for num_bytes in options.sizes:
+        contest = _Contest(num_bytes, world, device or world.device)
+        sides = [contest.side(name) for name in names]
+        times = measure(world, sides, options.repeats)
+        contest.close()
+        rows += [contest.row(side, times[side.name]) for side in sides]
+    return rows
 
 
 class _Contest:
     """The sides that compete at one buffer size, each with a buffer of its own."""
 
-    def __init__(self, num_bytes: int, world: World):
-        self.world = world
-        self.num_bytes = num_bytes
-        numel = num_bytes // BUFFER_ITEMSIZE
-        self.pattern = (torch.arange(numel, device=world.device) % PATTERN_LENGTH + 1).float()
-        self.calls = min(MAX_CALLS, max(1, REPEAT_BYTES // num_bytes))
-        self.chosen: dict[str, str] = {}
-        self._reducers: list[Reducer] = []
+    def __init__(self, num_bytes: int, world: World, device: torch.device):
+        self._world, self._num_bytes = world, num_bytes
+        self._pattern = (torch.arange(num_bytes // BUFFER_ITEMSIZE, device=device) % PATTERN_LENGTH + 1).float()
+        self._reducers: dict[str, Reducer] = {}
+        self._chosen: dict[str, str] = {}
 
     def close(self) -> None:
         """Gives back the buckets' memory, when nobody looks at a side any more. Collective."""
-        for reducer in self._reducers:
+        for reducer in self._reducers.values():
             reducer.close()
 
     def side(self, name: str) -> Side:
-        """The side that `--reducers` calls `name`. Collective."""
+        """The side that `--reducers` or `--against` calls `name`. Collective."""
+        world, buffer = self._world, torch.empty_like(self._pattern)
+        own, total = world.rank + 1, world.size * (world.size + 1) / 2
         if name == "copy":
-            return self._copy_side()
-        if name == "mpi":
-            return self.sum_side("mpi", self._mpi_sum())
-        return self._reducer_side(name)
+            source = torch.empty_like(buffer)
+            return self._side(name, buffer, partial(self._fill, source), partial(buffer.copy_, source), own)
+        if name not in ("mpi", "gloo"):
+            return self._reducer_side(name)
+        if name == "mpi" and buffer.is_cuda and not world.cuda_aware.aware:
+            reason = world.cuda_aware.reason
+            raise LaunchError(f"--reducers=mpi gives device memory to MPI, which must not get it here: {reason}.")
+        reduce_sum = self._mpi_sum if name == "mpi" else torch.distributed.all_reduce
+        return self._side(name, buffer, partial(self._fill, buffer), partial(reduce_sum, buffer), total)
 
-    def sum_side(self, name: str, reduce_sum: Callable[[Tensor], None]) -> Side:
-        """A plain in-place sum without the division."""
-        buffer = torch.empty_like(self.pattern)
-        factor = self.world.size * (self.world.size + 1) / 2
-        return self._make(name, buffer, partial(self._fill, buffer), partial(reduce_sum, buffer), factor)
+    def row(self, side: Side, times: Times) -> Row:
+        """What was measured of a side."""
+        summary, size, chosen = times.summary(), self._world.size, self._chosen.get(side.name)
+        crosses = side.name != "copy" and chosen != "null"
+        bytes_per_s = self._num_bytes / summary["median_s"]
+        return {
+            "name": side.name,
+            "chosen": chosen,
+            "bytes": self._num_bytes,
+            "calls": side.calls,
+            **summary,
+            "algorithm_bytes_per_s": bytes_per_s,
+            # Each byte crosses a link 2 (n - 1) / n times in an ideal allreduce.
+            "bus_bytes_per_s": bytes_per_s * 2 * (size - 1) / size if crosses else None,
+        }
 
     def _reducer_side(self, name: str) -> Side:
         variant = parse_variant(name, NAMES)
-        choice = choose(variant.reducer, Facts.of(self.world), ReducerOptions(comm_dtype=variant.comm_dtype))
-        reducer = choice.make(self.world)
-        self._reducers.append(reducer)
-        parameter = nn.Parameter(torch.zeros_like(self.pattern))
-        buckets = Buckets([parameter], self.num_bytes, reducer.allocate)
+        choice = choose(variant.reducer, Facts.of(self._world), ReducerOptions(comm_dtype=variant.comm_dtype))
+        self._chosen[name] = choice.name
+        self._reducers[name] = reducer = choice.make(self._world)
+        buckets = Buckets([nn.Parameter(torch.zeros_like(self._pattern))], self._num_bytes, reducer.allocate)
         (bucket,) = buckets.buckets
         gradient = buckets.view(0)
-        self.chosen[name] = choice.name
 
         def prepare() -> None:
             buckets.expect(0)
@@ -194,42 +185,29 @@ class _Contest:
             buckets.pack(bucket)
 
         local = choice.name == "null"  # which leaves every rank its own
-        factor = self.world.rank + 1 if local else (self.world.size + 1) / 2
-        return self._make(name, gradient, prepare, partial(reducer.mean, bucket), factor)
+        factor = self._world.rank + 1 if local else (self._world.size + 1) / 2
+        return self._side(name, gradient, prepare, partial(reducer.mean, bucket), factor)
 
-    def _copy_side(self) -> Side:
-        source, target = torch.empty_like(self.pattern), torch.empty_like(self.pattern)
-        return self._make(
-            "copy", target, partial(self._fill, source), partial(target.copy_, source), self.world.rank + 1
-        )
-
-    def _mpi_sum(self) -> Callable[[Tensor], None]:
-        aware = self.world.cuda_aware
-        if self.world.device.type == "cuda" and not aware.aware:
-            raise LaunchError(f"--reducers=mpi gives device memory to MPI, which must not get it here: {aware.reason}.")
-
-        def reduce_sum(buffer: Tensor) -> None:
-            array = buffer if buffer.is_cuda else buffer.numpy()
-            self.world.comm.Allreduce(MPI.IN_PLACE, array, op=MPI.SUM)
-
-        return reduce_sum
-
-    def _make(
+    def _side(
         self, name: str, result: Tensor, prepare: Callable[[], None], run: Callable[[], object], factor: float
     ) -> Side:
         """A side whose result must be `factor` times the pattern."""
-        return Side(name, prepare, run, partial(self._check, name, result, factor), self.calls)
+        calls = min(MAX_CALLS, max(1, REPEAT_BYTES // self._num_bytes))
+        return Side(name, prepare, run, partial(self._check, name, result, factor), calls)
+
+    def _mpi_sum(self, buffer: Tensor) -> None:
+        self._world.comm.Allreduce(MPI.IN_PLACE, buffer if buffer.is_cuda else buffer.numpy(), op=MPI.SUM)
 
     def _fill(self, buffer: Tensor) -> None:
-        torch.mul(self.pattern, self.world.rank + 1, out=buffer)
+        torch.mul(self._pattern, self._world.rank + 1, out=buffer)
 
     def _check(self, name: str, result: Tensor, factor: float) -> None:
-        expected = self.pattern * factor
+        expected = self._pattern * factor
         wrong = ~torch.isclose(result, expected, rtol=RELATIVE_TOLERANCE, atol=0)
         if wrong.any():
             first = int(wrong.nonzero()[0])
             raise MpidpError(
-                f"{name}, {self.num_bytes} bytes: {int(wrong.sum())} of {wrong.numel()} elements are wrong; element "
+                f"{name}, {self._num_bytes} bytes: {int(wrong.sum())} of {wrong.numel()} elements are wrong; element "
                 f"{first} is {result[first].item()}, expected {expected[first].item()}. Nothing was timed: times of "
                 f"wrong results mean nothing. Check this MPI library, or choose another reducer."
             )

@@ -96,17 +96,21 @@ RELATIVE_TOLERANCE = 1e-4
 
 
 def step_rows(options: StepOptions, world: World) -> list[Row]:
-    """Measures the model's step under every name. Collective; inside `baselines.gloo` when DDP is asked for.
+    """Measure the model's step under every name. Collective; inside `gloo` when DDP is asked for.
 
     Raises:
         MpidpError: wrong gradients; a reducer that cannot work here.
     """
-    workload = make_workload(options.model, options.scale, world)
     names = [*options.reducers, *(["ddp"] if options.against == "ddp" else [])]
+    return compare_steps(make_workload(options.model, options.scale, world), names, options.repeats, world)
+
+
+def compare_steps(workload: Workload, names: Sequence[str], repeats: int, world: World) -> list[Row]:
+    """Measure a workload's step under every name, whose gradients are checked first. Collective."""
     local = local_gradients(workload)
     mean = mean_gradients(local, world)
     steps = [_Step(name, workload, world) for name in names]
-    times = measure(world, [step.side(local if step.keeps_local else mean) for step in steps], options.repeats)
+    times = measure(world, [step.side(local if step.keeps_local else mean) for step in steps], repeats)
     baseline = next((times[name] for name in UNREDUCED if name in times), None)
     return [_row(step, times[step.name], baseline) for step in steps]
 

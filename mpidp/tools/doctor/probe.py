@@ -10,27 +10,25 @@ import shutil
 import sys
 import tempfile
 import time
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
 from mpidp.errors import MpidpError
 from mpidp.models.mlp import mlp
-from mpidp.tools.bench.timing import Side, measure
+from mpidp.tools.bench.allreduce import allreduce_rows
+from mpidp.tools.bench.options import AllreduceOptions
+from mpidp.tools.bench.step import Workload, compare_steps
 from mpidp.train.checkpoint.read import load
 from mpidp.train.checkpoint.saver import Saver
 from mpidp.train.data_parallel import DataParallel
-from mpidp.world.mpi import MPI
 from mpidp.world.start import init
 from mpidp.world.world import World
 
 NUM_BYTES, REPEATS, BATCH, FEATURES, CLASSES = 16 << 20, 5, 64, 256, 16
-HIDDEN = (1024, 512)
 
 
 def probe() -> dict[str, Any]:
@@ -57,105 +55,53 @@ def probe() -> dict[str, Any]:
 
 
 def _measure(world: World) -> dict[str, Any]:
-    buffers, step = _Buffers(world), _Step(world)
-    sides = [*buffers.sides(), *step.sides()]
-    seconds = {name: median(times.seconds) for name, times in measure(world, sides, REPEATS).items()}
+    buffers = AllreduceOptions((NUM_BYTES,), ("copy", "mpi"), repeats=REPEATS)
+    copy, allreduce = allreduce_rows(buffers, world, torch.device("cpu"))
+    workload = _workload(world)
+    plain, step = compare_steps(workload, ("plain", "auto"), REPEATS, world)
     return {
         "ranks": world.size,
         "num_bytes": NUM_BYTES,
-        **{f"{name}_s": value for name, value in seconds.items()},
-        **_round_trip(world, step.parallel.unwrap()),
+        "copy_s": copy["median_s"],
+        "allreduce_s": allreduce["median_s"],
+        "plain_step_s": plain["median_s"],
+        "step_s": step["median_s"],
+        **_round_trip(world, _trained(workload, world)),
         "cuda_aware": world.cuda_aware.aware,
         "aware_reason": world.cuda_aware.reason,
         "device": str(world.device),
     }
 
 
-class _Buffers:
-    """A buffer to copy and to sum."""
-
-    def __init__(self, world: World):
-        self._world = world
-        self._source = torch.arange(NUM_BYTES // 4, dtype=torch.float32) % 1024  # sums are exact
-        self._target = torch.zeros_like(self._source)
-
-    def sides(self) -> list[Side]:
-        """Both."""
-        return [
-            Side("copy", self._clear, self._copy, partial(self._check, "a copy", 1)),
-            Side("allreduce", self._copy, self._allreduce, partial(self._check, "MPI's Allreduce", self._world.size)),
-        ]
-
-    def _clear(self) -> None:
-        self._target.zero_()
-
-    def _copy(self) -> None:
-        self._target.copy_(self._source)
-
-    def _allreduce(self) -> None:
-        self._world.comm.Allreduce(MPI.IN_PLACE, self._target.numpy(), op=MPI.SUM)
-
-    def _check(self, name: str, factor: int) -> None:
-        if not torch.equal(self._target, self._source * factor):
-            raise MpidpError(f"{name} of {NUM_BYTES} bytes gave wrong values: do not train with this library")
+def _workload(world: World) -> Workload:
+    """A small perceptron, and a batch of this rank."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = mlp(inputs=FEATURES, hidden=(1024, 512), classes=CLASSES).to(world.device)
+        torch.manual_seed(1 + world.rank)
+        inputs, targets = torch.randn(BATCH, FEATURES), torch.randint(CLASSES, (BATCH,))
+    return Workload(module, inputs.to(world.device), targets.to(world.device))
 
 
-class _Step:
-    """A training step of a small perceptron, in plain torch and with mpidp."""
-
-    def __init__(self, world: World):
-        self._world = world
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            self._plain, wrapped = (_model().to(world.device) for _ in range(2))
-            torch.manual_seed(1 + world.rank)
-            self._x = torch.randn(BATCH, FEATURES, device=world.device)
-            self._y = torch.randint(CLASSES, (BATCH,), device=world.device)
-        self.parallel = DataParallel(wrapped, world, quiet=True)
-        both: tuple[nn.Module, ...] = (self._plain, self.parallel)
-        self._optimizers = {model: torch.optim.SGD(model.parameters(), lr=0.01) for model in both}
-
-    def sides(self) -> list[Side]:
-        """Both."""
-        return [
-            Side("plain_step", self._clear, partial(self._run, self._plain), partial(self._check, self._plain)),
-            Side("step", self._clear, partial(self._run, self.parallel), partial(self._check, self.parallel)),
-        ]
-
-    def _clear(self) -> None:
-        """Nothing to make anew: a step goes on where the last one ended."""
-
-    def _run(self, model: nn.Module) -> None:
-        loss: Tensor = functional.cross_entropy(model(self._x), self._y)
-        loss.backward()  # type: ignore[no-untyped-call]
-        self._optimizers[model].step()
-        self._optimizers[model].zero_grad()
-        if self._world.device.type == "cuda":
-            torch.cuda.synchronize(self._world.device)
-
-    def _check(self, model: nn.Module) -> None:
-        """That ranks agree on the result is seen where they load the checkpoint that rank 0 writes."""
-        flat = torch.cat([parameter.detach().flatten().cpu() for parameter in model.parameters()])
-        if not torch.isfinite(flat).all():
-            raise MpidpError("a training step gave values that are not finite")
+def _trained(workload: Workload, world: World) -> dict[str, Tensor]:
+    """The parameters after a step; that ranks agree on them is seen where they load the checkpoint of rank 0."""
+    model = DataParallel(workload.module, world, quiet=True)
+    workload.loss(model).backward()  # type: ignore[no-untyped-call]
+    torch.optim.SGD(model.parameters(), lr=0.01).step()
+    return {name: value.detach().cpu() for name, value in model.unwrap().state_dict().items()}
 
 
-def _model() -> nn.Module:
-    return mlp(inputs=FEATURES, hidden=HIDDEN, classes=CLASSES)
-
-
-def _round_trip(world: World, module: nn.Module) -> dict[str, Any]:
-    """Save the model beside where runs would lie, and load it on every rank. Collective."""
+def _round_trip(world: World, state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Save a state beside where runs would lie, and load it on every rank. Collective."""
     folder = Path(world.call_on_root(lambda: tempfile.mkdtemp(prefix=".mpidp-doctor-", dir=".")))
     try:
-        return _save_and_load(world, module, folder)
+        return _save_and_load(world, state, folder)
     finally:
         if world.rank == 0:
             shutil.rmtree(folder)
 
 
-def _save_and_load(world: World, module: nn.Module, folder: Path) -> dict[str, Any]:
-    state = {name: value.detach().cpu() for name, value in module.state_dict().items()}
+def _save_and_load(world: World, state: Mapping[str, Tensor], folder: Path) -> dict[str, Any]:
     saver = Saver(world, folder, 1, background=False)
     start = time.perf_counter()
     saver.save(0, lambda: {"model": state}, lambda: {"rank": world.rank})
