@@ -250,7 +250,7 @@ def test_the_ranks_of_a_trace(run: Path) -> None:
 
 
 def test_the_trace_of_a_real_run(run: Path) -> None:
-    (rank,) = read_trace(run / "trace.json").ranks  # type: ignore[union-attr]
+    (rank,), _ = read_trace(run / "trace.json")
     events = [event for event in json.loads((run / "trace.json").read_text())["traceEvents"] if event["ph"] == "X"]
     assert rank.steps == 3
     for phase in ("data", "forward", "backward", "optimizer"):
@@ -260,20 +260,15 @@ def test_the_trace_of_a_real_run(run: Path) -> None:
     assert 0 < rank.own_s < steps_s
 
 
-def test_traces_without_steps_or_anything_of_use(tmp_path: Path) -> None:
+def test_traces_of_no_use(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
-    assert read_trace(trace) is None
-    events = [
-        {"ph": "X", "cat": "phase", "name": name, "ts": start, "dur": 100, "pid": 5}
-        for start, name in ((0, "forward"), (100, "optimizer"), (200, "forward"), (300, "optimizer"), (400, "forward"))
-    ]
-    trace.write_text(json.dumps({"traceEvents": events}))
-    (rank,) = read_trace(trace).ranks  # type: ignore[union-attr]
-    assert (rank.rank, rank.steps, rank.waiting_s, rank.own_s) == (5, 2, 0, pytest.approx(500e-6))
-    for text in ("{", "[]", "{}", '{"traceEvents": null}', '{"traceEvents": [{"ph": "X"}]}'):
+    assert read_trace(trace) == ([], [])
+    phase = {"ph": "X", "cat": "phase", "name": "forward", "ts": 0, "dur": 100, "pid": 5}
+    without_steps = json.dumps({"traceEvents": [phase]})
+    for text in ("{", "[]", "{}", '{"traceEvents": null}', '{"traceEvents": [{"ph": "X"}]}', without_steps):
         trace.write_text(text)
-        found = read_trace(trace)
-        assert found is not None and found.fault.startswith("it ") and not found.ranks
+        ranks, (fault,) = read_trace(trace)
+        assert not ranks and fault.startswith("trace.json is left out: it ")
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), max_size=12))

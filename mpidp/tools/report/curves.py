@@ -135,10 +135,7 @@ def gaps(run: Run) -> list[str]:
                     f"{run.label}: {key} of {len(steps):,} of {len(records):,} records of kind {kind} was not finite "
                     f"(NaN or infinite), first at step {steps[0]:,}; the curve has gaps there."
                 )
-    said += [f"{run.label}: {text}." for text in run.damaged]
-    if run.trace is not None and run.trace.fault:
-        said.append(f"{run.label}: trace.json is left out: {run.trace.fault}.")
-    return said
+    return [*said, *(f"{run.label}: {text}." for text in run.damaged)]
 
 
 def _count(number: object, noun: str) -> str:

@@ -4,7 +4,7 @@ import json
 import math
 import tomllib
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +16,8 @@ from mpidp.tools.status import SILENT_S, of_known_kinds, read_starts, silent_s
 from mpidp.train.checkpoint import manifest as manifests
 from mpidp.train.checkpoint.manifest import Manifest
 from mpidp.train.checkpoint.read import newest_first
+
+Record = dict[str, Any]
 
 # The phase that lasts until the slowest rank is there: its length says nothing of the rank that it is of.
 _TOGETHER = "reduce"
@@ -40,39 +42,22 @@ class RankTime:
     own_s: float
 
 
-@dataclass(frozen=True)
-class Trace:
-    """What a trace says, or why it cannot be used.
-
-    Attributes:
-        ranks: by number; empty if it cannot be used.
-        fault: why not, or "".
-    """
-
-    ranks: tuple[RankTime, ...]
-    fault: str = ""
-
-    @property
-    def slowest(self) -> RankTime:
-        """The rank that takes longest a step by itself."""
-        return max(self.ranks, key=lambda rank: rank.own_s / rank.steps)
-
-
-def read_trace(path: Path) -> Trace | None:
-    """The trace of a run; None if there is no such file. A trace that cannot be used says why."""
+def read_trace(path: Path) -> tuple[list[RankTime], list[str]]:
+    """What the trace of a run says of each rank's time; and what is wrong with it, if it cannot be used."""
     if not path.exists():
-        return None
+        return [], []
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        return Trace((), f"it cannot be read ({error})")
+        return [], [f"trace.json is left out: it cannot be read ({error})"]
     events = content.get("traceEvents") if isinstance(content, dict) else None
     of_ranks: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
     for event in events if isinstance(events, list) else []:
         if _is_span(event):
             of_ranks[event["pid"]].append(event)
-    ranks = tuple(_rank_time(rank, spans) for rank, spans in sorted(of_ranks.items()))
-    return Trace(ranks) if ranks else Trace((), "it holds no phases of any rank")
+    times = [_rank_time(rank, spans) for rank, spans in sorted(of_ranks.items())]
+    found = [time for time in times if time.steps]
+    return found, [] if found else ["trace.json is left out: it holds no steps of any rank"]
 
 
 def _is_span(event: Any) -> bool:
@@ -89,8 +74,7 @@ def _rank_time(rank: int, events: list[dict[str, Any]]) -> RankTime:
     steps = sorted((event["ts"], event["ts"] + event["dur"]) for event in events if event["cat"] == "step")
     training = {event.get("tid") for event in events if event["cat"] == "phase"}  # helper threads wait beside it
     spans = [event for event in events if event["cat"] != "step" and event.get("tid") in training]
-    if steps:
-        spans = [span for span in spans if _is_within(span, steps)]
+    spans = [span for span in spans if _is_within(span, steps)]
     phases_us: defaultdict[str, float] = defaultdict(float)
     for span in spans:
         if span["cat"] == "phase":
@@ -99,7 +83,7 @@ def _rank_time(rank: int, events: list[dict[str, Any]]) -> RankTime:
     together = waits + [span for span in spans if span["cat"] == "phase" and span.get("name") == _TOGETHER]
     return RankTime(
         rank=rank,
-        steps=len(steps) or _num_steps(spans),
+        steps=len(steps),
         phases_s={name: value / 1e6 for name, value in phases_us.items()},
         waiting_s=_covered_us(waits) / 1e6,
         own_s=(_covered_us(spans) - _covered_us(together)) / 1e6,
@@ -113,12 +97,6 @@ def _is_within(span: dict[str, Any], steps: list[tuple[float, float]]) -> bool:
     return number > 0 and middle <= steps[number - 1][1]
 
 
-def _num_steps(spans: list[dict[str, Any]]) -> int:
-    """Of a trace that names no steps: how many optimizer phases it has, of which a step has one."""
-    counts = Counter(span.get("name") for span in spans if span["cat"] == "phase")
-    return counts["optimizer"] or min(counts.values(), default=1)
-
-
 def _covered_us(spans: Iterable[dict[str, Any]]) -> float:
     """Length of the time that at least one of the spans covers: waits lie within phases, and phases may overlap."""
     covered = 0.0
@@ -127,9 +105,6 @@ def _covered_us(spans: Iterable[dict[str, Any]]) -> float:
         covered += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return covered
-
-
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -162,7 +137,7 @@ class Run:
         records: of `metrics.jsonl`, in order, by kind; at least one of kind `train`.
         damaged: what is wrong with each record, or line of one, that is left out.
         checkpoints: name, and manifest or what is wrong with it; oldest first.
-        trace: what `trace.json` says of the ranks' time; None without one.
+        trace: what `trace.json` says of each rank's time; empty without one.
         silent_s: seconds since the last sign of life.
     """
 
@@ -173,7 +148,7 @@ class Run:
     records: dict[str, list[Record]]
     damaged: list[str]
     checkpoints: list[tuple[str, Manifest | str]]
-    trace: Trace | None
+    trace: list[RankTime]
     silent_s: float
 
     @cached_property
@@ -229,15 +204,16 @@ def read(path: Path, label: str) -> Run:
             f"log.every_steps steps and at the end of an epoch."
         )
     config_text, faults = _read_config(path / "config.toml")
+    trace, no_trace = read_trace(path / "trace.json")
     return Run(
         path=path,
         label=label,
         config_text=config_text,
         starts=starts or [{}],
         records=records,
-        damaged=[*damaged, *left_out, *faults],
+        damaged=[*damaged, *left_out, *faults, *no_trace],
         checkpoints=[(found.name, _manifest(found)) for found in reversed(newest_first(path / "checkpoints"))],
-        trace=read_trace(path / "trace.json"),
+        trace=trace,
         silent_s=silent_s(path),
     )
 

@@ -212,21 +212,19 @@ def checkpoints(runs: Sequence[Run]) -> Table:
 
 def ranks(run: Run) -> Table | None:
     """The mean time of each phase per step and rank, from the run's trace; None without one that can be used."""
-    if run.trace is None or not run.trace.ranks:
+    if not run.trace:
         return None
-    names = tuple(dict.fromkeys(name for rank in run.trace.ranks for name in rank.phases_s))
-    rows = [_rank_row(rank, names) for rank in run.trace.ranks]
-    slowest = run.trace.slowest
+    names = tuple(dict.fromkeys(name for rank in run.trace for name in rank.phases_s))
+    rows: list[tuple[str, ...]] = []
+    for rank in run.trace:
+        seconds = (*(rank.phases_s.get(name, 0.0) for name in names), rank.waiting_s, rank.own_s)
+        rows.append((f"{rank.rank}", f"{rank.steps:,}", *(_mean_ms(rank, value) for value in seconds)))
+    slowest = max(run.trace, key=lambda rank: rank.own_s / rank.steps)
     caption = (
         f"{run.label}: milliseconds of a step by rank, from trace.json. Rank {slowest.rank} is the slowest by itself: "
         f"{_mean_ms(slowest, slowest.own_s)} ms a step without reducing and without waiting for other ranks"
     )
     return Table(caption, ("rank", "steps traced", *names, "waiting for ranks", "by itself"), rows)
-
-
-def _rank_row(rank: RankTime, names: Sequence[str]) -> tuple[str, ...]:
-    means = (_mean_ms(rank, rank.phases_s.get(name, 0.0)) for name in names)
-    return f"{rank.rank}", f"{rank.steps:,}", *means, _mean_ms(rank, rank.waiting_s), _mean_ms(rank, rank.own_s)
 
 
 def _mean_ms(rank: RankTime, seconds: float) -> str:
