@@ -196,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(str(text))
         return DONE
     except MpidpError as error:
-        _leave_together(error)
+        _raise_if_alone(error)
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
         _complain(f"{error}{notes}")
         return USAGE if isinstance(error, ConfigError) else FAILED
@@ -247,8 +247,6 @@ def _run(command: Command, words: list[str]) -> int:
         return answer
     text, is_well = (answer, True) if isinstance(answer, str) else answer
     _say(text)
-    if not is_well and (world := current_world()) is not None:
-        world.guard.remove()  # all ranks leave with this code: nobody has to be told
     return DONE if is_well else FAILED
 
 
@@ -293,14 +291,10 @@ def _complain(text: str) -> None:
         print(f"mpidp: error: {visible(text)}", file=sys.stderr)
 
 
-def _leave_together(error: MpidpError) -> None:
-    """Let this rank exit by itself if every rank does; raise the error again if the others do not know it."""
-    world = current_world()
-    if world is None:
-        return
-    if world.size > 1 and not getattr(error, SHARED_MARK, False):
+def _raise_if_alone(error: MpidpError) -> None:
+    """Raise the error again if other ranks do not know it: this rank's failure then ends the job."""
+    if _is_one_of_many() and not getattr(error, SHARED_MARK, False):
         raise error
-    world.guard.remove()  # alone, too: of a job whose last rank aborts, Open MPI with ULFM says that all went well
 
 
 def _is_one_of_many() -> bool:

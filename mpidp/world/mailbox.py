@@ -5,16 +5,26 @@ with MPI_THREAD_MULTIPLE.
 """
 
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 from mpidp.world.mpi import MPI
 
 SHUT_TIMEOUT_S = 1.0
-MOST_OPEN = 4  # letters on their way to one rank: to one that is stopped they do not arrive
+MOST_OPEN = 4  # messages on their way to one rank: to one that is stopped they do not arrive
 
 
-class Post:
-    """Letters between ranks. Construction is collective.
+@dataclass(frozen=True)
+class Message:
+    """From rank to rank. Kinds: beat, watched, ask, look, answer."""
+
+    kind: str
+    sender: int
+    content: Any
+
+
+class Mailbox:
+    """Sends and receives. Construction is collective.
 
     Args:
         comm: the ranks; it is duplicated.
@@ -28,8 +38,8 @@ class Post:
         self._use = threading.Lock()
         self._is_shut = False
 
-    def send(self, rank: int, letter: Any) -> bool:
-        """Sends without waiting; False if too many letters to that rank are on their way still."""
+    def send(self, rank: int, message: Message) -> bool:
+        """Sends without waiting; False if too many messages to that rank are on their way still."""
         with self._use:
             if self._is_shut:
                 return False
@@ -37,18 +47,18 @@ class Post:
             self._open[rank] = requests
             if len(requests) >= MOST_OPEN:
                 return False
-            requests.append(self.comm.isend(letter, dest=rank))
+            requests.append(self.comm.isend(message, dest=rank))
             self._sent[rank] += 1
             return True
 
-    def received(self) -> list[Any]:
+    def received(self) -> list[Message]:
         """What has arrived."""
-        letters: list[Any] = []
+        messages: list[Message] = []
         with self._use:
-            while not self._is_shut and (letter := self.comm.improbe()) is not None:
-                letters.append(letter.recv())
-        self._received += len(letters)
-        return letters
+            while not self._is_shut and (message := self.comm.improbe()) is not None:
+                messages.append(message.recv())
+        self._received += len(messages)
+        return messages
 
     def shut(self) -> None:
         """From here on nothing is sent or received: MPI may be aborted, which takes it apart under our hands."""
@@ -56,7 +66,7 @@ class Post:
         self._is_shut = True
 
     def close(self) -> None:
-        """Takes in all letters and gives the communicator back. Collective; nobody may send any more."""
+        """Takes in all messages and gives the communicator back. Collective; nobody may send any more."""
         expected = sum(sent[self.comm.rank] for sent in self.comm.allgather(self._sent))
         while self._received < expected:
             self.received()

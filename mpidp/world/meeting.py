@@ -28,9 +28,8 @@ class Meeting:
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
         self._comm = MPI.COMM_WORLD.Dup()
         self.rank, self.size = self._comm.rank, self._comm.size
-        self._guard = AbortGuard(self.rank, self.size, socket.gethostname(), MPI.COMM_WORLD.Abort)
         if self.size > 1:
-            self._guard.install()
+            AbortGuard(self.rank, self.size, socket.gethostname()).install()
         node_comm = cast(MPI.Intracomm, self._comm.Split_type(MPI.COMM_TYPE_SHARED))
         leader = node_comm.bcast(self.rank, root=0)
         self._leaders = sorted(set(self._comm.allgather(leader)))
@@ -59,7 +58,6 @@ class Meeting:
         return offsets
 
     def leave(self) -> None:
-        """Waits for all ranks; afterwards each may leave with any exit code. MPI ends with the process. Collective."""
+        """Waits for all ranks and gives the communicator back; MPI ends with the process. Collective."""
         self._comm.Barrier()
-        self._guard.remove()
         self._comm.Free()

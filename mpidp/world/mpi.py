@@ -1,7 +1,6 @@
 """mpi4py's `MPI` module, imported so that the import does not start MPI, and how MPI ends at exit.
 
-MPI is ended by a function of this package, unless somebody imported mpi4py before: a rank that leaves while others wait
-for it must be able to end the job with its own exit code (`mpidp.world.exit`). mpi4py holds Python's lock in
+MPI is ended by a function of this package, unless somebody imported mpi4py before. mpi4py holds Python's lock in
 `MPI_Finalize`, so that no Python thread could limit its time: faulthandler's thread, which is none, does.
 """
 
@@ -48,22 +47,18 @@ except RuntimeError as error:  # what mpi4py raises when it finds no library to 
         f"`pip install mpich`; or name the library's file in MPI4PY_LIBMPI."
     ) from error
 
-__all__ = ["ENDS_MPI", "MPI", "before_end", "limit_end", "never_end"]
+__all__ = ["ENDS_MPI", "MPI", "before_end", "never_end"]
 _process = os.getpid()
-_before_end: list[Callable[[], None]] = []
-_end_timeout_s = 0.0
+_before_end: list[Callable[[], float]] = []
 _ends = True
 
 
-def before_end(function: Callable[[], None]) -> None:
-    """Has a function called at exit, when all others that are called at exit were, and before MPI ends."""
-    _before_end.append(function)
-
-
-def limit_end(timeout_s: float) -> None:
-    """How long the end of MPI may take; to be called when all ranks are known to have come to it."""
-    global _end_timeout_s
-    _end_timeout_s = timeout_s
+def before_end(function: Callable[[], float]) -> None:
+    """Has a function called at exit, before MPI ends; it returns how many seconds that end may take, 0 for no limit."""
+    if ENDS_MPI:
+        _before_end.append(function)
+    else:
+        atexit.register(function)
 
 
 def never_end() -> None:
@@ -74,11 +69,10 @@ def never_end() -> None:
 
 def finalize() -> None:
     """Ends MPI, at exit: after all that users registered since they imported this package."""
-    for function in _before_end:
-        function()
+    timeout_s = max((function() for function in _before_end), default=0.0)
     # A forked child runs this, too, and MPI is its parent's.
     if _ends and os.getpid() == _process and MPI.Is_initialized() and not MPI.Is_finalized():
-        with last_wait(_end_timeout_s):
+        with last_wait(timeout_s):
             MPI.Finalize()
 
 

@@ -74,12 +74,13 @@ CLEARING_S, OTHERS_S = 1.5, 0.5
 WAITING_S, CALL_S, POLL_S = 1.0, 5.0, 0.05
 
 
-class Terminated:
+class EndAtSignal:
     """Ends the job at a signal. To be made in the main thread; does nothing at a signal that has a handler already.
 
     SIGTERM ends it in any case. SIGINT (Ctrl-C) raises KeyboardInterrupt in the main thread, as ever: the program may
-    catch it, and `AbortGuard` ends the job if it does not. Only where the main thread sits in a call that does not
-    return, and none can be raised, the job is ended from here.
+    catch it, and `AbortGuard` ends the job if it does not. A thread acts, not the handlers: Python runs those in the
+    main thread, which may be in a call of MPI for as long as it likes. Where that keeps KeyboardInterrupt from being
+    raised, this thread ends the job.
 
     Args:
         guard: ends the job.
@@ -129,10 +130,7 @@ class Terminated:
         if not self._has_acted.acquire(blocking=False):
             return
         time.sleep(CLEARING_S + OTHERS_S * (self._guard.rank != 0))
-        try:
-            self._guard.tell(f"{self._guard.tag} {self._guard.where()}was ended by SIGTERM")
-        finally:
-            self._guard.abort(128 + signal.SIGTERM)
+        self._guard.end_job("was ended by SIGTERM", 128 + signal.SIGTERM)
 
     def _await_raised(self) -> None:
         sent_at = time.monotonic()

@@ -82,6 +82,16 @@ def deserted(seen: Sequence[Seen], least_s: float) -> tuple[list[Seen], list[See
     return [], []
 
 
+def report_left(left: Sequence[Seen], waiting: Sequence[Seen]) -> str:
+    """That the ranks `left` are gone, and where the others wait for them."""
+    beat = left[0].beat
+    verb = "its main program is" if len(left) == 1 else "their main programs are"
+    return (
+        f"mpidp: {named(left)} left the job at step {beat.step:,}, in phase {beat.phase}: {verb} over, while others "
+        f"wait in a call that needs all: {'; '.join(waits(waiting))}. The job ends."
+    )
+
+
 def report(seen: Sequence[Seen], answers: Mapping[int, str], lasted_s: float, then: str) -> str:
     """The whole story: who is missing, what the others wait in and where, and what each missing rank does.
 
@@ -158,7 +168,7 @@ ASK, LOOK = "ask", "look"
 
 
 @dataclass
-class _Incident:
+class _Stall:
     """A stall that is being looked into.
 
     Attributes:
@@ -181,12 +191,12 @@ class _Incident:
         return not self.is_told and any(seen[rank.beat.rank].is_silent and not rank.is_silent for rank in unanswered)
 
 
-class Inquiry:
+class StallWatch:
     """Looks into one stall after the other. Not collective.
 
     Args:
         nodes: the number of each rank's node.
-        send: sends a rank a letter of a kind, with a content.
+        send: sends a rank a message of a kind, with a content.
         say: tells people.
         end_job: tells people, and ends the job.
     """
@@ -200,7 +210,7 @@ class Inquiry:
     ):
         self._nodes = nodes
         self._send, self._say, self._end_job = send, say, end_job
-        self._incident: _Incident | None = None
+        self._stall: _Stall | None = None
         self._stopped: set[int] = set()
         self._excused_at = float("-inf")
 
@@ -210,12 +220,12 @@ class Inquiry:
             self._stopped.add(rank)
         else:
             self._stopped.discard(rank)
-        if self._incident is not None:
-            self._incident.answers[rank] = look.text
+        if self._stall is not None:
+            self._stall.answers[rank] = look.text
 
     def rest(self, clock: float) -> None:
         """Others watched up to now, or nobody: waits count from here on."""
-        self._incident, self._excused_at = None, clock
+        self._stall, self._excused_at = None, clock
         self._stopped.clear()
 
     def look(self, seen: list[Seen], clock: float, warning_s: float, abort_s: float) -> None:
@@ -238,9 +248,9 @@ class Inquiry:
         if 0 < least_s <= (wait_s if is_doubtful else counted_s):
             self._pursue(seen, clock, 0 < abort_s <= counted_s, warning_s, abort_s)
         elif not 0 < least_s <= wait_s:
-            if self._incident is not None and self._incident.is_told and warning_s:
+            if self._stall is not None and self._stall.is_told and warning_s:
                 self._say("mpidp: the stall is over, all ranks go on.")
-            self._incident = None
+            self._stall = None
 
     def _is_excused(self, missing: Sequence[Seen]) -> bool:
         """Phases that may take long may keep ranks from answering, too; but not if a process does nothing at all."""
@@ -248,23 +258,23 @@ class Inquiry:
 
     def _pursue(self, seen: list[Seen], clock: float, ends_job: bool, warning_s: float, abort_s: float) -> None:
         """Asks, or reports what was answered, or asks once more."""
-        incident = self._incident
-        if incident is None or ends_job != incident.ends_job or incident.is_outdated(seen):
-            self._incident = _Incident(ends_job, clock, to_describe(seen))
-            self._ask(self._incident, seen, abort_s)
-        elif not incident.is_told:
-            has_all = len(incident.answers) == len(incident.asked)
-            if has_all or clock - incident.since > ANSWER_S:
-                if self._stopped <= incident.answers.keys():
-                    self._report(incident, seen, warning_s, abort_s)
-                self._stopped &= incident.answers.keys()  # of the others nobody confirms it: the next look decides
-        elif 0 < abort_s < clock - incident.since:
-            self._incident = None  # a silent rank in a long phase is looked at again: it may have been stopped since
+        stall = self._stall
+        if stall is None or ends_job != stall.ends_job or stall.is_outdated(seen):
+            self._stall = _Stall(ends_job, clock, to_describe(seen))
+            self._ask(self._stall, seen, abort_s)
+        elif not stall.is_told:
+            has_all = len(stall.answers) == len(stall.asked)
+            if has_all or clock - stall.since > ANSWER_S:
+                if self._stopped <= stall.answers.keys():
+                    self._report(stall, seen, warning_s, abort_s)
+                self._stopped &= stall.answers.keys()  # of the others nobody confirms it: the next look decides
+        elif 0 < abort_s < clock - stall.since:
+            self._stall = None  # a silent rank in a long phase is looked at again: it may have been stopped since
 
-    def _ask(self, incident: _Incident, seen: list[Seen], abort_s: float) -> None:
+    def _ask(self, stall: _Stall, seen: list[Seen], abort_s: float) -> None:
         """Asks ranks where they are, and a neighbour on the node of those that do not answer."""
         answering = [rank.beat.rank for rank in seen if not rank.is_silent]
-        for rank in incident.asked:
+        for rank in stall.asked:
             number = rank.beat.rank
             if not rank.is_silent:
                 self._send(number, ASK, None)
@@ -276,11 +286,11 @@ class Inquiry:
                 is_stopped = 0 < abort_s < rank.age_s  # nothing of its whole node for so long
                 self.answered(number, Look("and no rank of its node does", is_stopped))
 
-    def _report(self, incident: _Incident, seen: list[Seen], warning_s: float, abort_s: float) -> None:
-        incident.is_told = True
-        outlook = _outlook(incident.ends_job, self._is_excused(missing_ranks(seen)), abort_s)
-        text = report(seen, incident.answers, longest_wait_s(seen), outlook)
-        if incident.ends_job:
+    def _report(self, stall: _Stall, seen: list[Seen], warning_s: float, abort_s: float) -> None:
+        stall.is_told = True
+        outlook = _outlook(stall.ends_job, self._is_excused(missing_ranks(seen)), abort_s)
+        text = report(seen, stall.answers, longest_wait_s(seen), outlook)
+        if stall.ends_job:
             self._end_job(text)
         elif warning_s:
             self._say(text)

@@ -88,7 +88,7 @@ def _make_world(share_gpu: bool) -> World:
     forget_names(node_comm)
     topology = make_topology(comm)
     host = socket.gethostname()
-    guard = AbortGuard(comm.rank, comm.size, host, MPI.COMM_WORLD.Abort)
+    guard = AbortGuard(comm.rank, comm.size, host)
     hear(guard)
     watchdog: Watchdog | None = None
     if comm.size > 1:

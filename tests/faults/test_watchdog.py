@@ -208,12 +208,3 @@ if world.rank == 0:
     result = run(tmp_path, code, warning=0.0, abort=4.0)
     assert result.code == 0, result.output
     assert "stalled" not in result.output
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_whose_program_is_over(tmp_path: Path, rank: int) -> None:
-    """Behaviour 30: noticed within seconds, whatever the limits are; what is no failure for itself is one here."""
-    result = run(tmp_path, f"if world.rank == {rank}: sys.exit()", warning=60.0, abort=600.0)
-    assert result.code == 1
-    assert f"[rank {rank} of 3 on {HOST}] left the job, its main program being over" in result.output
-    assert "wait in Allreduce" in result.output

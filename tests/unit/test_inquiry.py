@@ -5,21 +5,21 @@ from typing import Any
 import pytest
 
 from mpidp.world.stacks import Look
-from mpidp.world.stall import ANSWER_S, ASK, LOOK, Beat, Inquiry, Seen
+from mpidp.world.stall import ANSWER_S, ASK, LOOK, Beat, Seen, StallWatch
 
 WARNING_S, ABORT_S = 60.0, 600.0
 
 
 class Watching:
-    """Four ranks on two nodes, of which rank 0 watches; keeps what the inquiry does."""
+    """Four ranks on two nodes, of which rank 0 watches; keeps what the watch does."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, str, Any]] = []
         self.said: list[str] = []
         self.ended: list[str] = []
         self.clock = 0.0
-        self.inquiry = Inquiry(
-            [0, 0, 1, 1], lambda *letter: self.sent.append(letter), self.said.append, self.ended.append
+        self.watch = StallWatch(
+            [0, 0, 1, 1], lambda *message: self.sent.append(message), self.said.append, self.ended.append
         )
 
     def look(
@@ -34,7 +34,7 @@ class Watching:
         seen = [Seen(Beat(rank, "node", wait="Allreduce", wait_s=wait_s), 0.5, False) for rank in waiting]
         self.clock += after_s
         ranks = sorted([*seen, *missing], key=lambda rank: rank.beat.rank)
-        self.inquiry.look(ranks, self.clock, *limits)
+        self.watch.look(ranks, self.clock, *limits)
 
 
 def late(rank: int, *, silent: bool = False, long: bool = False) -> Seen:
@@ -48,7 +48,7 @@ def test_a_missing_rank_is_asked_and_its_answer_reported() -> None:
     watching.look(60.0, [late(2)])
     watching.look(61.0, [late(2)])
     assert watching.sent == [(2, ASK, None)] and not watching.said
-    watching.inquiry.answered(2, Look("its main thread:\nload()"))
+    watching.watch.answered(2, Look("its main thread:\nload()"))
     watching.look(62.0, [late(2)])
     watching.look(63.0, [late(2)])
     assert len(watching.said) == 1
@@ -85,7 +85,7 @@ def test_a_rank_that_falls_silent_when_asked_is_looked_at() -> None:
 def test_the_job_ends_with_a_report_of_its_own() -> None:
     watching = Watching()
     watching.look(ABORT_S, [late(2)])
-    watching.inquiry.answered(2, Look("its main thread:\nload()"))
+    watching.watch.answered(2, Look("its main thread:\nload()"))
     watching.look(ABORT_S + 1, [late(2)])
     assert len(watching.ended) == 1 and "The job ends (stall_abort_s = 600)." in watching.ended[0]
     assert "load()" in watching.ended[0] and not watching.said
@@ -116,7 +116,7 @@ def found(watching: Watching, look: Look | None) -> None:
     watching.look(3 * ABORT_S, STUCK, after_s=ABORT_S + 1)
     watching.look(3 * ABORT_S, STUCK)
     if look is not None:
-        watching.inquiry.answered(2, look)
+        watching.watch.answered(2, look)
     watching.look(3 * ABORT_S, STUCK, after_s=ANSWER_S + 1)
 
 
@@ -155,13 +155,13 @@ def test_waits_for_a_long_phase_do_not_count_after_it() -> None:
     assert not watching.sent
     for _ in range(2):
         watching.look(3 * ABORT_S, [late(2)], after_s=ABORT_S)
-        watching.inquiry.answered(2, Look("its main thread:"))
+        watching.watch.answered(2, Look("its main thread:"))
     assert len(watching.ended) == 1
 
 
 def test_whoever_begins_to_watch_counts_from_then_on() -> None:
     watching = Watching()
-    watching.inquiry.rest(watching.clock)
+    watching.watch.rest(watching.clock)
     watching.look(2 * ABORT_S, [late(2)])
     assert not watching.sent
 

@@ -50,8 +50,6 @@ def probe() -> dict[str, Any]:
         return _measure(world)
     except (MpidpError, OSError) as error:
         return {"error": str(error)}
-    finally:
-        world.guard.remove()
 
 
 def _measure(world: World) -> dict[str, Any]:
