@@ -46,13 +46,13 @@ class NodeMean:
         topology = world.topology
         self._several_nodes = topology.num_nodes > 1
         self._local_rank, self._local_size = topology.node_comm.rank, topology.node_comm.size
-        self._num_lanes = topology.num_lanes if self._several_nodes else self._local_size
+        self._num_lanes = topology.min_local_size if self._several_nodes else self._local_size
         self._block_bytes = block_bytes
         self._pause_s = options.pause_s
         self._wide = torch.empty(2, block_bytes // torch.float32.itemsize, dtype=torch.float32)
-        if self._several_nodes and topology.lane_comm is not None:
-            self._lane_of_sums = Transport(topology.lane_comm, options, world.size, across_nodes=True)
-            self._lane_of_means = Transport(topology.lane_comm, options, topology.num_nodes, across_nodes=True)
+        if self._several_nodes and topology.cross_comm is not None:
+            self._lane_of_sums = Transport(topology.cross_comm, options, world.size, across_nodes=True)
+            self._lane_of_means = Transport(topology.cross_comm, options, topology.num_nodes, across_nodes=True)
         # What makes a node's sum its share of the mean over nodes, with few or many ranks a node.
         self._share = topology.num_nodes / world.size
         self._window = SharedWindow(topology.node_comm, num_bytes)

@@ -17,6 +17,9 @@ from mpidp.errors import LaunchError
 from mpidp.world.launch import without_launcher
 from mpidp.world.mpi import MPI
 
+PROBE_TIMEOUT_S = 60.0
+OVERRIDE = "MPIDP_CUDA_AWARE"
+
 
 def choose_index(local_rank: int, visible: int) -> int | None:
     """Index of this rank's GPU among those it sees; None means CPU.
@@ -26,18 +29,6 @@ def choose_index(local_rank: int, visible: int) -> int | None:
     if visible == 0:
         return None
     return local_rank % visible
-
-
-def find_shared(uuids: Sequence[str]) -> tuple[int, int] | None:
-    """The first two local ranks that hold the same GPU (same UUID), or None. `uuids` is indexed by local rank."""
-    first_holder: dict[str, int] = {}
-    for local_rank, uuid in enumerate(uuids):
-        if not uuid:
-            continue
-        if uuid in first_holder:
-            return first_holder[uuid], local_rank
-        first_holder[uuid] = local_rank
-    return None
 
 
 def set_device(local_rank: int) -> torch.device:
@@ -56,22 +47,18 @@ def device_uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def check_not_shared(uuids: Sequence[str], host: str) -> None:
-    """Raises LaunchError when two local ranks of this host hold one GPU. `uuids` is indexed by local rank."""
-    shared = find_shared(uuids)
-    if shared is None:
-        return
-    first, second = shared
-    raise LaunchError(
+def shared_gpu(uuids: Sequence[str], host: str) -> LaunchError | None:
+    """An error when two local ranks of this host hold one GPU. `uuids` is indexed by local rank, "" for a CPU."""
+    holders = [[rank for rank, other in enumerate(uuids) if uuid and other == uuid] for uuid in uuids]
+    first, second = next((ranks[:2] for ranks in holders if len(ranks) > 1), (None, None))
+    if first is None:
+        return None
+    return LaunchError(
         f"local ranks {first} and {second} on {host} both use the GPU {uuids[first]}: {len(uuids)} ranks run there on "
         f"{len({uuid for uuid in uuids if uuid})} GPU(s). Start at most one rank a GPU (for example "
         f"`--ntasks-per-node` equal to `--gpus-per-node`), or allow it with mpidp.init(share_gpu=True) or "
         f"MPIDP_SHARE_GPU=1."
     )
-
-
-PROBE_TIMEOUT_S = 60.0
-OVERRIDE = "MPIDP_CUDA_AWARE"
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ use it, as it starts no MPI.
 """
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,22 +13,19 @@ from pathlib import Path
 # Slurm numbers its special steps (batch script, extern, interactive) from here up; they are shells, not parallel steps.
 FIRST_SPECIAL_SLURM_STEP = 0xFFFFFFF0
 
-LAUNCHER_PREFIXES = (
-    "OMPI_",
-    "PMIX_",
-    "PRTE_",
-    "PMI_",
-    "PMI2_",
-    "HYDI_",
-    "HYDRA_",
-    "MPI_LOCAL",
-    "I_MPI_HYDRA",
-    "PALS_",
-    "MV2_",
-    "MVP_",
-    "JSM_",
-    "FLUX_",
-    "SLURM_",
+SHARED_MEMORY = Path("/dev/shm")
+PAGE_BYTES = 4096
+
+# Measured with MPICH 5.0.2 and UCX 1.20.1: see docs/decisions/0021. Of so much a rank, and a page, MPICH needs all, or
+# dies of SIGBUS. Each rank's UCX takes so much if it finds UCX_FREE_BYTES; where some ranks find them and others do
+# not any more, they choose different ways to each other, and die of SIGSEGV.
+MPICH_BYTES = 1_057_344
+UCX_BYTES, UCX_FREE_BYTES = 4_333_568, 16 << 20
+CELLS, TRANSPORTS = "MPIR_CVAR_CH4_SHM_POSIX_IQUEUE_NUM_CELLS", "UCX_TLS"
+LARGER = "Make it larger (docker run --shm-size=1g; as root: mount -o remount,size=1g /dev/shm)"
+# Variables by which launchers talk to the processes that they start.
+_BY_LAUNCHER = re.compile(
+    "OMPI_|PMIX_|PRTE_|PMI2?_|HYD(I|RA)_|MPI_LOCAL|I_MPI_HYDRA|PALS_|MV2_|MVP_|JSM_|FLUX_|SLURM_"
 )
 
 
@@ -47,55 +45,32 @@ class LaunchFacts:
         return self.rank in (None, 0)
 
 
-@dataclass(frozen=True)
-class _Names:
-    """The variables in which one launcher tells its facts; the first name that is set counts."""
-
-    launcher: str
-    rank: tuple[str, ...]
-    size: tuple[str, ...]
-    local_rank: tuple[str, ...]
-    local_size: tuple[str, ...]
-
-
-# In this order: a launcher's own variables are nearer to the process than the PMI ones it may also set.
-_LAUNCHERS = (
-    _Names(
-        "Open MPI's mpiexec",
-        ("OMPI_COMM_WORLD_RANK",),
-        ("OMPI_COMM_WORLD_SIZE",),
-        ("OMPI_COMM_WORLD_LOCAL_RANK",),
-        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+# By launcher, the variables of rank, size, local rank and local size; of several the first that is set counts. In this
+# order: a launcher's own variables are nearer to the process than the PMI ones it may also set.
+_LAUNCHERS = {
+    "Open MPI's mpiexec": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    _Names(
-        "MVAPICH's launcher",
-        ("MV2_COMM_WORLD_RANK", "MVP_COMM_WORLD_RANK"),
-        ("MV2_COMM_WORLD_SIZE", "MVP_COMM_WORLD_SIZE"),
-        ("MV2_COMM_WORLD_LOCAL_RANK", "MVP_COMM_WORLD_LOCAL_RANK"),
-        ("MV2_COMM_WORLD_LOCAL_SIZE", "MVP_COMM_WORLD_LOCAL_SIZE"),
+    "MVAPICH's launcher": (
+        "MV2_COMM_WORLD_RANK MVP_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE MVP_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK MVP_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE MVP_COMM_WORLD_LOCAL_SIZE",
     ),
-    _Names(
-        "PALS",
-        ("PALS_RANKID",),
-        ("PALS_NRANKS", "PMI_SIZE"),
-        ("PALS_LOCAL_RANKID",),
-        ("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
+    "PALS": ("PALS_RANKID", "PALS_NRANKS PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE PMI_LOCAL_SIZE"),
+    "LSF's jsrun": (
+        "JSM_NAMESPACE_RANK",
+        "JSM_NAMESPACE_SIZE",
+        "JSM_NAMESPACE_LOCAL_RANK",
+        "JSM_NAMESPACE_LOCAL_SIZE",
     ),
-    _Names(
-        "LSF's jsrun",
-        ("JSM_NAMESPACE_RANK",),
-        ("JSM_NAMESPACE_SIZE",),
-        ("JSM_NAMESPACE_LOCAL_RANK",),
-        ("JSM_NAMESPACE_LOCAL_SIZE",),
-    ),
-    _Names(
-        "Hydra's mpiexec",
-        ("PMI_RANK",),
-        ("PMI_SIZE",),
-        ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
-        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
-    ),
-)
+    "Hydra's mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID PMI_LOCAL_RANK", "MPI_LOCALNRANKS PMI_LOCAL_SIZE"),
+}
+_FLUX = ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "")
+_SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
 
 
 def launch_facts(environment: Mapping[str, str]) -> LaunchFacts:
@@ -104,41 +79,27 @@ def launch_facts(environment: Mapping[str, str]) -> LaunchFacts:
     (`mpiexec` inside an allocation starts its own processes through a Slurm step, whose task count is that of the
     launcher's daemons.)
     """
+
+    def facts(launcher: str, names: tuple[str, ...]) -> LaunchFacts:
+        return LaunchFacts(launcher, *(_first(environment, name) for name in names))
+
+    by_hydra = "MPI_LOCALRANKID" in environment
+    by_flux = "FLUX_TASK_RANK" in environment and not by_hydra  # a Hydra inside `flux run` knows more than it
     in_step = _is_slurm_step(environment)
-    for names in _LAUNCHERS:
-        rank = _first(environment, names.rank)
-        if rank is None:
-            continue
+    launcher = next((name for name, names in _LAUNCHERS.items() if _first(environment, names[0]) is not None), "")
+    if launcher == "Hydra's mpiexec" and by_flux:
+        launcher = ""
+    if launcher == "Hydra's mpiexec" and in_step and not by_hydra:
         # `srun --mpi=pmi2` speaks PMI itself; what the user typed, and must change, is then the srun command. Hydra's
         # processes run in the step of its daemons, but know more than srun tells.
-        by_srun = in_step and names.rank == ("PMI_RANK",) and "MPI_LOCALRANKID" not in environment
-        launcher = "Slurm's srun" if by_srun else names.launcher
-        if names.rank == ("PMI_RANK",) and _by_flux(environment):
-            break
-        if launcher == "Hydra's mpiexec" and "I_MPI_HYDRA_TOPOLIB" in environment:
-            launcher = "Intel MPI's mpiexec"
-        return LaunchFacts(
-            launcher,
-            rank,
-            _first(environment, names.size),
-            _first(environment, names.local_rank),
-            _first(environment, names.local_size),
-        )
-    if _by_flux(environment):
-        return LaunchFacts(
-            "flux run",
-            _first(environment, ("FLUX_TASK_RANK",)),
-            _first(environment, ("FLUX_JOB_SIZE",)),
-            _first(environment, ("FLUX_TASK_LOCAL_ID",)),
-        )
-    if in_step:
-        return LaunchFacts(
-            "Slurm's srun",
-            _first(environment, ("SLURM_PROCID",)),
-            _first(environment, ("SLURM_STEP_NUM_TASKS",)),
-            _first(environment, ("SLURM_LOCALID",)),
-        )
-    return LaunchFacts("none")
+        return facts("Slurm's srun", _LAUNCHERS[launcher])
+    if launcher == "Hydra's mpiexec" and "I_MPI_HYDRA_TOPOLIB" in environment:
+        return facts("Intel MPI's mpiexec", _LAUNCHERS[launcher])
+    if launcher:
+        return facts(launcher, _LAUNCHERS[launcher])
+    if by_flux:
+        return facts("flux run", _FLUX)
+    return facts("Slurm's srun", _SRUN) if in_step else LaunchFacts("none")
 
 
 def size_mismatch(facts: LaunchFacts, mpi_size: int, library: str) -> str | None:
@@ -184,7 +145,7 @@ def cannot_start(facts: LaunchFacts, environment: Mapping[str, str], library_tex
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment for a child process that starts MPI on its own and must not be taken for a rank of this job."""
-    return {key: value for key, value in environment.items() if not key.startswith(LAUNCHER_PREFIXES)}
+    return {key: value for key, value in environment.items() if not _BY_LAUNCHER.match(key)}
 
 
 def _advice(facts: LaunchFacts, library: str) -> str:
@@ -199,34 +160,14 @@ def _advice(facts: LaunchFacts, library: str) -> str:
 
 def _is_slurm_step(environment: Mapping[str, str]) -> bool:
     """A step started by srun. A batch script also has SLURM_* variables, but is one shell, not a parallel step."""
-    step = _first(environment, ("SLURM_STEP_ID", "SLURM_STEPID"))
+    step = _first(environment, "SLURM_STEP_ID SLURM_STEPID")
     tasks = environment.get("SLURM_STEP_NUM_TASKS")
     return step is not None and step < FIRST_SPECIAL_SLURM_STEP and tasks is not None
 
 
-def _by_flux(environment: Mapping[str, str]) -> bool:
-    """A task of `flux run`, and not of a Hydra inside one, whose processes know more."""
-    return "FLUX_TASK_RANK" in environment and "MPI_LOCALRANKID" not in environment
-
-
-def _first(environment: Mapping[str, str], names: tuple[str, ...]) -> int | None:
-    for name in names:
-        text = environment.get(name, "")
-        if text.isdecimal():
-            return int(text)
-    return None
-
-
-SHARED_MEMORY = Path("/dev/shm")
-PAGE_BYTES = 4096
-
-# Measured with MPICH 5.0.2 and UCX 1.20.1: see docs/decisions/0021. Of so much a rank, and a page, MPICH needs all, or
-# dies of SIGBUS. Each rank's UCX takes so much if it finds UCX_FREE_BYTES; where some ranks find them and others do
-# not any more, they choose different ways to each other, and die of SIGSEGV.
-MPICH_BYTES = 1_057_344
-UCX_BYTES, UCX_FREE_BYTES = 4_333_568, 16 << 20
-CELLS, TRANSPORTS = "MPIR_CVAR_CH4_SHM_POSIX_IQUEUE_NUM_CELLS", "UCX_TLS"
-LARGER = "Make it larger (docker run --shm-size=1g; as root: mount -o remount,size=1g /dev/shm)"
+def _first(environment: Mapping[str, str], names: str) -> int | None:
+    """The first of some variables that holds a number."""
+    return next((int(text) for name in names.split() if (text := environment.get(name, "")).isdecimal()), None)
 
 
 def cannot_share(library_text: str, local_size: int | None, environment: Mapping[str, str]) -> str | None:

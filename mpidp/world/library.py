@@ -15,18 +15,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 MAPS = Path("/proc/self/maps")
-
-
-def mapped_files(maps: str) -> list[str]:
-    """Their paths, in order, each once; a file whose name is gone has " (deleted)" behind it."""
-    parts = (line.split(maxsplit=5) for line in maps.splitlines())
-    return list(dict.fromkeys(part[5] for part in parts if len(part) == 6))
-
-
 # Beside the library itself there may be bindings for other languages, and Cray's layer for GPUs.
 _COMPANIONS = ("libmpi_cxx", "libmpi_mpifh", "libmpi_usempi", "libmpi_java", "libmpi_gtl")
 _GTL = "libmpi_gtl"
 _UCX = "libucs."
+
+
+def read_maps() -> str:
+    """The text of `/proc/self/maps`; "" where there is none."""
+    return MAPS.read_text() if MAPS.exists() else ""
+
+
+def mapped_files(maps: str) -> list[str]:
+    """Paths of the files in the text of `/proc/self/maps`, each once; one without a name has " (deleted)" behind it."""
+    parts = (line.split(maxsplit=5) for line in maps.splitlines())
+    return list(dict.fromkeys(part[5] for part in parts if len(part) == 6))
 
 
 @dataclass(frozen=True)
@@ -88,9 +91,7 @@ def mapped_mpi_libraries(maps: str) -> list[str]:
 
 def library_hint() -> bool | None:
     """What the loaded MPI library says of itself (Open MPI's and MPICH's extensions); None when it cannot be asked."""
-    if not MAPS.exists():
-        return None
-    for path in mapped_mpi_libraries(MAPS.read_text()):
+    for path in mapped_mpi_libraries(read_maps()):
         library = ctypes.CDLL(path)
         if hasattr(library, "MPIX_Query_cuda_support"):
             return bool(library.MPIX_Query_cuda_support())
@@ -192,7 +193,7 @@ def describe() -> Library:
         thread_level=thread_level() if started else "",
         size=MPI.COMM_WORLD.size if started else 0,
         says_cuda=library_hint() if started else None,
-        mapped=mapped(MAPS.read_text() if MAPS.exists() else ""),
+        mapped=mapped(read_maps()),
     )
 
 
@@ -200,9 +201,8 @@ def main() -> int:
     """Start MPI in a world of one, print a line of JSON, and end."""
     from mpidp.world.mpi import MPI
 
-    with without_noise():
-        if not MPI.Is_initialized():
-            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
     sys.stdout.write(json.dumps(asdict(describe())) + "\n")
     sys.stdout.flush()
     return os.EX_OK

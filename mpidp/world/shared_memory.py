@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mpidp.world.collectives import reduced, wait
-from mpidp.world.library import MAPS, mapped_files
+from mpidp.world.library import mapped_files, read_maps
 from mpidp.world.mpi import MPI
 
 PAGE_BYTES = 4096
@@ -119,9 +119,9 @@ def shared_files(maps: str) -> list[str]:
 def forget_names(node_comm: MPI.Intracomm) -> None:
     """Removes the names, when every rank of the node has the memory. Collective on the node."""
     node_comm.Barrier()
-    if node_comm.rank != 0 or not MAPS.exists():
+    if node_comm.rank != 0:
         return
-    for path in shared_files(MAPS.read_text()):
+    for path in shared_files(read_maps()):
         try:
             os.unlink(path)
         except OSError as error:  # it only stays where it is

@@ -9,10 +9,10 @@ from mpidp.errors import LaunchError
 from mpidp.world.collectives import reduced, share_error
 from mpidp.world.communicators import WatchedComm
 from mpidp.world.current import current_world, set_current_world
-from mpidp.world.device import Awareness, check_not_shared, decide, device_uuid, probe_in_child, set_device
+from mpidp.world.device import Awareness, decide, device_uuid, probe_in_child, set_device, shared_gpu
 from mpidp.world.exit import AbortGuard
 from mpidp.world.launch import cannot_share, cannot_start, launch_facts, size_mismatch
-from mpidp.world.library import MAPS, library_hint, mapped, missing_gtl, thread_level, two_libraries
+from mpidp.world.library import library_hint, mapped, missing_gtl, read_maps, thread_level, two_libraries
 from mpidp.world.log import hear
 from mpidp.world.mpi import MPI
 from mpidp.world.shared_memory import forget_names
@@ -76,7 +76,7 @@ def _start_mpi() -> None:
 
 def _check_loaded() -> None:
     """Raises LaunchError for libraries that would crash MPI, in a way that nobody can catch. Not collective."""
-    libraries = mapped(MAPS.read_text() if MAPS.exists() else "")
+    libraries = mapped(read_maps())
     fault = two_libraries(libraries.mpi) or missing_gtl(os.environ.get("MPICH_GPU_SUPPORT_ENABLED"), libraries)
     if fault is not None:
         raise LaunchError(fault)
@@ -132,12 +132,7 @@ def _check_same_kind(comm: MPI.Intracomm, device: torch.device, host: str) -> No
 
 def _check_not_shared(comm: MPI.Intracomm, node_comm: MPI.Intracomm, device: torch.device, host: str) -> None:
     """Raises on every rank of every node when two ranks of some node hold one GPU; collective."""
-    uuids = node_comm.allgather(device_uuid(device))
-    error: LaunchError | None = None
-    try:
-        check_not_shared(uuids, host)
-    except LaunchError as caught:
-        error = caught
+    error = shared_gpu(node_comm.allgather(device_uuid(device)), host)
     share_error(comm, error, f"on {host}, choosing devices")
 
 

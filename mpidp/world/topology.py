@@ -1,4 +1,4 @@
-"""The communicators that reductions run on: all ranks, the ranks of a node, and lanes across nodes; and cores."""
+"""The communicators that reductions run on: all ranks, the ranks of a node, and across nodes; cores of a rank."""
 
 import os
 import warnings
@@ -17,8 +17,8 @@ class Topology:
     Attributes:
         comm: all ranks.
         node_comm: the ranks of this node.
-        lane_comm: the ranks with this rank's local rank, one a node; None on ranks beyond the smallest node.
-        num_lanes: how many lanes there are: the smallest number of ranks on a node.
+        cross_comm: the ranks with this rank's local rank, one a node; None on ranks beyond the smallest node.
+        min_local_size: the smallest number of ranks on a node, and so how many `cross_comm`s there are.
         max_local_size: the largest number of ranks on a node.
         num_nodes: number of nodes.
         node: number of this node; nodes are numbered by their lowest rank.
@@ -26,30 +26,30 @@ class Topology:
 
     comm: MPI.Intracomm
     node_comm: MPI.Intracomm
-    lane_comm: MPI.Intracomm | None
-    num_lanes: int
+    cross_comm: MPI.Intracomm | None
+    min_local_size: int
     max_local_size: int
     num_nodes: int
     node: int
 
     def free(self) -> None:
         """Gives the communicators back. Collective."""
-        for comm in (self.lane_comm, self.node_comm, self.comm):
+        for comm in (self.cross_comm, self.node_comm, self.comm):
             if comm is not None:
                 comm.Free()
 
 
 def make_topology(comm: MPI.Intracomm) -> Topology:
-    """Collective."""
+    """Makes them. Collective."""
     own = comm.Dup()
     node_comm = cast(MPI.Intracomm, own.Split_type(MPI.COMM_TYPE_SHARED))
-    num_lanes = reduced(own, node_comm.size, MPI.MIN)
+    min_local_size = reduced(own, node_comm.size, MPI.MIN)
     max_local_size = reduced(own, node_comm.size, MPI.MAX)
-    in_lane = node_comm.rank < num_lanes
-    lane_comm = cast(MPI.Intracomm, own.Split(node_comm.rank if in_lane else MPI.UNDEFINED, own.rank))
-    # The first lane has the lowest rank of each node, in order of rank.
-    node, num_nodes = node_comm.bcast((lane_comm.rank, lane_comm.size) if node_comm.rank == 0 else None, root=0)
-    return Topology(own, node_comm, lane_comm if in_lane else None, num_lanes, max_local_size, num_nodes, node)
+    has_peers = node_comm.rank < min_local_size
+    cross_comm = cast(MPI.Intracomm, own.Split(node_comm.rank if has_peers else MPI.UNDEFINED, own.rank))
+    # The first cross-node communicator has the lowest rank of each node, in order of rank.
+    node, num_nodes = node_comm.bcast((cross_comm.rank, cross_comm.size) if node_comm.rank == 0 else None, root=0)
+    return Topology(own, node_comm, cross_comm if has_peers else None, min_local_size, max_local_size, num_nodes, node)
 
 
 def cores_per_rank(node_comm: MPI.Intracomm) -> int:
