@@ -1,11 +1,12 @@
-"""Local ranks and visible GPUs come in; which GPU `mpidp.world.device` gives them is looked at. Needs no GPU."""
+"""Which GPU a rank takes, and how it is decided whether MPI may be given its memory. Needs no GPU."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpidp.world.device import choose_index, device_uuid, shared_gpu
+from mpidp.errors import LaunchError
+from mpidp.world.device import choose_index, decide, device_uuid, probe_in_child, shared_gpu
 
 
 @given(local_rank=st.integers(0, 63))
@@ -40,3 +41,45 @@ def test_a_shared_gpu_is_refused_with_the_fix(uuids: list[str], first: int, seco
     for part in (f"local ranks {first} and {second} on node07", "GPU-1", "4 ranks", "2 GPU", "share_gpu=True"):
         assert part in text
     assert "MPIDP_SHARE_GPU=1" in text
+
+
+@pytest.mark.parametrize("hint", [True, None])
+@pytest.mark.parametrize("failure", [None, "exit code -11: Segmentation fault"])
+def test_the_proof_decides(hint: bool | None, failure: str | None) -> None:
+    """Behaviour 47: by value, whatever the library says; a failure is quoted."""
+    awareness = decide({}, hint, lambda: failure)
+    assert awareness.aware is (failure is None)
+    assert (failure or "right result") in awareness.reason
+
+
+def no_proof() -> None:
+    raise AssertionError("the proof was run")
+
+
+def test_a_library_that_says_no_is_not_tried() -> None:
+    """Behaviour 47."""
+    awareness = decide({}, False, no_proof)
+    assert not awareness.aware and "does not support" in awareness.reason
+
+
+@pytest.mark.parametrize("hint", [True, False, None])
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_the_override_wins_without_a_proof(value: str, hint: bool | None) -> None:
+    awareness = decide({"MPIDP_CUDA_AWARE": value}, hint, no_proof)
+    assert awareness.aware is (value == "1") and f"MPIDP_CUDA_AWARE={value}" in awareness.reason
+
+
+@pytest.mark.parametrize("value", ["", "yes", "2", " 1"])
+def test_a_bad_override_is_an_error_not_a_guess(value: str) -> None:
+    with pytest.raises(LaunchError, match=f"MPIDP_CUDA_AWARE={value!r}: allowed are 0 .* and 1"):
+        decide({"MPIDP_CUDA_AWARE": value}, None, no_proof)
+
+
+def test_the_child_passes_where_mpi_handles_the_memory() -> None:
+    """Behaviour 47: a probe that could never pass would send every GPU's gradients through the host."""
+    assert probe_in_child("cpu") is None
+
+
+def test_a_child_that_fails_says_why() -> None:
+    failure = probe_in_child("no such device")
+    assert failure is not None and "exit code" in failure

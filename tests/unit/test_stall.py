@@ -1,12 +1,30 @@
-"""Who keeps whom waiting, from what ranks say of themselves, and the words for it."""
+"""Who keeps whom waiting, the words for it, and what the rank that watches asks, reports and does (behaviour 32)."""
 
 import threading
 import time
+from typing import Any
 
 import pytest
 
-from mpidp.world.stall import Beat, Seen, deserted, longest_wait_s, missing_ranks, named, report, waits
+from mpidp.world.stacks import Look
+from mpidp.world.stall import (
+    ANSWER_S,
+    ASK,
+    LOOK,
+    Beat,
+    Seen,
+    StallWatch,
+    deserted,
+    longest_wait_s,
+    missing_ranks,
+    named,
+    report,
+    report_left,
+    waits,
+)
 from mpidp.world.status import Status
+
+WARNING_S, ABORT_S = 60.0, 600.0
 
 
 def seen(
@@ -65,6 +83,14 @@ def test_waiting_for_who_has_left(ranks: list[Seen], left: list[int], waiting: l
     assert (numbers(found[0]), numbers(found[1])) == (left, waiting)
 
 
+def test_the_ranks_that_left_are_named() -> None:
+    """Behaviour 30: with where they were, and where the others wait."""
+    text = report_left([seen(1)], [seen(0, 5.0), seen(3, 4.0)])
+    assert "rank 1 (node0) left the job at step 7, in phase data: its main program is over" in text
+    assert "ranks 0, 3 wait in allreduce, at a.py:3" in text
+    assert "ranks 1-2 left" in report_left([seen(1), seen(2)], [seen(0, 5.0)])
+
+
 def test_names_are_short() -> None:
     assert named([seen(2)]) == "rank 2 (node1)"
     assert named([seen(rank) for rank in (7, 0, 1, 2, 5)]) == "ranks 0-2, 5, 7"
@@ -110,3 +136,175 @@ def test_status_of_phases_and_waits() -> None:
         1 / 0  # noqa: B018
     assert status.where() == "at step 0, in phase forward"
     assert status.since <= time.monotonic()
+
+
+class Watching:
+    """Four ranks on two nodes, of which rank 0 watches; keeps what the watch does."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, str, Any]] = []
+        self.said: list[str] = []
+        self.ended: list[str] = []
+        self.clock = 0.0
+        self.watch = StallWatch(
+            [0, 0, 1, 1], lambda *message: self.sent.append(message), self.said.append, self.ended.append
+        )
+
+    def look(
+        self,
+        wait_s: float,
+        missing: list[Seen],
+        after_s: float = 1.0,
+        limits: tuple[float, float] = (WARNING_S, ABORT_S),
+    ) -> None:
+        numbers = [rank.beat.rank for rank in missing]
+        waiting = [rank for rank in range(4) if rank not in numbers]
+        seen = [Seen(Beat(rank, "node", wait="Allreduce", wait_s=wait_s), 0.5, False) for rank in waiting]
+        self.clock += after_s
+        ranks = sorted([*seen, *missing], key=lambda rank: rank.beat.rank)
+        self.watch.look(ranks, self.clock, *limits)
+
+
+def late(rank: int, *, silent: bool = False, long: bool = False) -> Seen:
+    return Seen(Beat(rank, "node", phase="data", is_long=long), 20.0 if silent else 0.5, silent)
+
+
+def test_a_missing_rank_is_asked_and_its_answer_reported() -> None:
+    watching = Watching()
+    watching.look(59.0, [late(2)])
+    assert not watching.sent
+    watching.look(60.0, [late(2)])
+    watching.look(61.0, [late(2)])
+    assert watching.sent == [(2, ASK, None)] and not watching.said
+    watching.watch.answered(2, Look("its main thread:\nload()"))
+    watching.look(62.0, [late(2)])
+    watching.look(63.0, [late(2)])
+    assert len(watching.said) == 1
+    assert "rank 2 (node) does not arrive" in watching.said[0] and "load()" in watching.said[0]
+    assert f"lasted for {ABORT_S:g} s" in watching.said[0]
+    watching.look(0.0, [])
+    assert watching.said[1:] == ["mpidp: the stall is over, all ranks go on."] and not watching.ended
+
+
+def test_a_rank_that_answers_nothing_is_waited_for_a_little() -> None:
+    watching = Watching()
+    watching.look(60.0, [late(2)])
+    watching.look(61.0, [late(2)], after_s=ANSWER_S + 0.1)
+    assert "rank 2 on node: step 0, phase data" in watching.said[0]
+
+
+def test_a_silent_rank_is_looked_at_by_a_neighbour() -> None:
+    watching = Watching()
+    watching.look(60.0, [late(2, silent=True)])
+    assert watching.sent == [(3, LOOK, 2)]
+    watching = Watching()
+    watching.look(60.0, [late(2, silent=True), late(3, silent=True)])
+    watching.look(61.0, [late(2, silent=True), late(3, silent=True)])
+    assert not watching.sent and watching.said[0].count("and no rank of its node does") == 2
+
+
+def test_a_rank_that_falls_silent_when_asked_is_looked_at() -> None:
+    watching = Watching()
+    watching.look(60.0, [late(2)])
+    watching.look(61.0, [late(2, silent=True)])
+    assert watching.sent == [(2, ASK, None), (3, LOOK, 2)]
+
+
+def test_the_job_ends_with_a_report_of_its_own() -> None:
+    watching = Watching()
+    watching.look(ABORT_S, [late(2)])
+    watching.watch.answered(2, Look("its main thread:\nload()"))
+    watching.look(ABORT_S + 1, [late(2)])
+    assert len(watching.ended) == 1 and "The job ends (stall_abort_s = 600)." in watching.ended[0]
+    assert "load()" in watching.ended[0] and not watching.said
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_long_phase_ends_no_job(silent: bool) -> None:
+    """A silent rank is reported all the same, as it may be stopped, and once more whenever the limit has passed."""
+    watching = Watching()
+    for _ in range(3):
+        watching.look(2 * ABORT_S, [late(2, silent=silent, long=True)], after_s=ANSWER_S + 1)
+    assert not watching.ended
+    assert [text.rpartition("  ")[2] for text in watching.said] == silent * [
+        "The job goes on waiting: this phase may take long."
+    ]
+    for _ in range(4):
+        watching.look(3 * ABORT_S, [late(2, silent=silent, long=True)], after_s=ABORT_S / 2 + 1)
+    assert not watching.ended
+    assert len(watching.said) == 2 * silent
+
+
+STUCK = [late(2, silent=True, long=True)]
+COMPUTES, STOPPED = Look("its process computes"), Look("its process is stopped", is_stopped=True)
+
+
+def found(watching: Watching, look: Look | None) -> None:
+    """The limit passes, a neighbour is asked, and tells that; or nothing in time."""
+    watching.look(3 * ABORT_S, STUCK, after_s=ABORT_S + 1)
+    watching.look(3 * ABORT_S, STUCK)
+    if look is not None:
+        watching.watch.answered(2, look)
+    watching.look(3 * ABORT_S, STUCK, after_s=ANSWER_S + 1)
+
+
+def test_a_long_phase_does_not_excuse_a_process_that_is_stopped() -> None:
+    watching = Watching()
+    found(watching, STOPPED)
+    found(watching, STOPPED)
+    assert len(watching.ended) == 1 and "its process is stopped" in watching.ended[0]
+
+
+@pytest.mark.parametrize("last", [COMPUTES, None])
+def test_only_a_process_that_is_still_stopped_ends_the_job(last: Look | None) -> None:
+    watching = Watching()
+    for look in (COMPUTES, STOPPED, last):
+        found(watching, look)
+    assert not watching.ended
+    found(watching, STOPPED)
+    found(watching, STOPPED)
+    assert len(watching.ended) == 1
+
+
+def test_a_node_of_which_nothing_is_heard_is_as_good_as_stopped() -> None:
+    watching = Watching()
+    frozen = [Seen(Beat(rank, "node", phase="data", is_long=True), ABORT_S + 1, is_silent=True) for rank in (2, 3)]
+    for _ in range(4):
+        watching.look(2 * ABORT_S, frozen, after_s=ABORT_S + 1)
+    assert len(watching.ended) == 1 and "and no rank of its node does" in watching.ended[0]
+
+
+def test_waits_for_a_long_phase_do_not_count_after_it() -> None:
+    """Who comes out of it has as much time as anybody else to come to where the others wait."""
+    watching = Watching()
+    watching.look(2 * ABORT_S, [late(2, long=True)])
+    for _ in range(2):
+        watching.look(2 * ABORT_S, [late(2)], after_s=WARNING_S / 2 - 1)
+    assert not watching.sent
+    for _ in range(2):
+        watching.look(3 * ABORT_S, [late(2)], after_s=ABORT_S)
+        watching.watch.answered(2, Look("its main thread:"))
+    assert len(watching.ended) == 1
+
+
+def test_whoever_begins_to_watch_counts_from_then_on() -> None:
+    watching = Watching()
+    watching.watch.rest(watching.clock)
+    watching.look(2 * ABORT_S, [late(2)])
+    assert not watching.sent
+
+
+def test_never_is_never() -> None:
+    """Behaviour 32: 0 for the warning says nothing, 0 for the end ends nothing."""
+    watching = Watching()
+    for missing in ([late(2)], STUCK, [late(2)]):
+        for _ in range(3):
+            watching.look(5 * ABORT_S, missing, after_s=ABORT_S, limits=(0.0, 0.0))
+    assert not watching.sent
+    for _ in range(3):
+        watching.look(5 * ABORT_S, STUCK, after_s=ANSWER_S + 1, limits=(0.0, ABORT_S))
+    watching.look(0.0, [], limits=(0.0, ABORT_S))
+    assert watching.sent == [(3, LOOK, 2)] and not watching.said
+    for _ in range(3):
+        watching.look(5 * ABORT_S, [late(2)], after_s=ABORT_S, limits=(WARNING_S, 0.0))
+    assert "The job goes on waiting (stall_abort_s = 0)." in watching.said[0] and not watching.ended

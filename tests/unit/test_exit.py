@@ -1,4 +1,4 @@
-"""A last message in a pipe: abort waits for its reader, but not for ever, and not where there is no pipe."""
+"""The end of a rank: its last message is waited for where it is in a pipe; what counts as no memory left."""
 
 import io
 import os
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpidp.world import exit as abort
+from mpidp.world import exit as leaving
 
 
 def test_waits_until_the_pipe_is_read() -> None:
@@ -22,19 +22,19 @@ def test_waits_until_the_pipe_is_read() -> None:
         reader = threading.Thread(target=lambda: (go.wait(), read.append(os.read(reading, 100))))
         reader.start()
         threading.Timer(0.05, go.set).start()
-        abort.wait_until_read(stream)
+        leaving.wait_until_read(stream)
         assert read == [b"the cause"]
         reader.join()
     os.close(reading)
 
 
 def test_a_reader_that_never_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(abort, "READ_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(leaving, "READ_TIMEOUT_S", 0.05)
     reading, writing = os.pipe()
     with os.fdopen(writing, "w") as stream:
         stream.write("nobody reads this")
         stream.flush()
-        abort.wait_until_read(stream)  # returns
+        leaving.wait_until_read(stream)  # returns
         assert os.read(reading, 100) == b"nobody reads this"
     os.close(reading)
 
@@ -43,10 +43,10 @@ def test_memory_and_files_are_not_waited_for(tmp_path: os.PathLike[str], monkeyp
     def no_question(*_: object) -> bytes:
         raise AssertionError("asked how much is unread where there is no pipe")
 
-    monkeypatch.setattr(abort.fcntl, "ioctl", no_question)
-    abort.wait_until_read(io.StringIO())
+    monkeypatch.setattr(leaving.fcntl, "ioctl", no_question)
+    leaving.wait_until_read(io.StringIO())
     with open(os.path.join(tmp_path, "log"), "w") as stream:
-        abort.wait_until_read(stream)
+        leaving.wait_until_read(stream)
         assert stream.tell() == 0
 
 
@@ -57,6 +57,6 @@ def test_every_way_of_running_out_of_memory() -> None:
         np.empty(1 << 60, dtype=np.uint8)
     of_gpu = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
     of_kernel = OSError(12, "Cannot allocate memory")
-    assert all(map(abort.is_out_of_memory, (of_torch.value, of_numpy.value, of_gpu, of_kernel)))
+    assert all(map(leaving.is_out_of_memory, (of_torch.value, of_numpy.value, of_gpu, of_kernel)))
     others = ValueError("out of memory"), OSError(28, "No space left on device"), RuntimeError("shapes differ")
-    assert not any(map(abort.is_out_of_memory, others))
+    assert not any(map(leaving.is_out_of_memory, others))
