@@ -1,4 +1,4 @@
-"""The clocks of all nodes come in; what is to be added to this one's goes out, so that all show rank 0's time.
+"""Clocks of the nodes compared with rank 0's.
 
 F. Cristian's algorithm (Probabilistic clock synchronization, Distributed Computing 3, 1989): a clock was read half-way
 between a question and its answer, and the quickest of several answers is off by at most half the time that it took.
@@ -8,10 +8,11 @@ import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
+
+from mpidp.world.mpi import MPI
 
 if TYPE_CHECKING:
-    from mpidp.world.mpi import MPI
     from mpidp.world.world import World
 
 QUESTIONS = 32
@@ -48,7 +49,24 @@ def read_clock(world: "World", now_ns: Callable[[], int] = time.monotonic_ns) ->
     return shared
 
 
-def answer(comm: "MPI.Intracomm", rank: int, now_ns: Callable[[], int]) -> None:
+def clock_offsets(comm: MPI.Intracomm) -> list[float]:
+    """Seconds by which each node's clock is ahead of rank 0's, by node; [] on other ranks than 0. Collective.
+
+    These are the clocks that files and logs are dated by. Nodes are numbered by their lowest rank.
+    """
+    node_comm = cast(MPI.Intracomm, comm.Split_type(MPI.COMM_TYPE_SHARED))
+    leader: int = node_comm.bcast(comm.rank, root=0)
+    node_comm.Free()
+    offsets_s: list[float] = []
+    for asked in sorted(set(comm.allgather(leader))):
+        if comm.rank == 0:
+            offsets_s.append(0.0 if asked == 0 else ask(comm, asked, time.time_ns).offset_ns / 1e9)
+        elif comm.rank == asked:
+            answer(comm, 0, time.time_ns)
+    return offsets_s
+
+
+def answer(comm: MPI.Intracomm, rank: int, now_ns: Callable[[], int]) -> None:
     """Tells the time to a rank that is in `ask`."""
     message = array("q", [0])
     for _ in range(QUESTIONS):
@@ -57,7 +75,7 @@ def answer(comm: "MPI.Intracomm", rank: int, now_ns: Callable[[], int]) -> None:
         comm.Send(message, rank, TAG)
 
 
-def ask(comm: "MPI.Intracomm", rank: int, now_ns: Callable[[], int]) -> Reading:
+def ask(comm: MPI.Intracomm, rank: int, now_ns: Callable[[], int]) -> Reading:
     """Compares this clock with that of a rank that is in `answer`."""
     message = array("q", [0])
     best: Reading | None = None

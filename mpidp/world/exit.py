@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import signal
+import socket
 import stat
 import struct
 import sys
@@ -222,6 +223,19 @@ def _is_done(request: MPI.Request) -> bool:
         if not communicators.is_survived(error):
             raise
         return True
+
+
+def start_guarded() -> MPI.Intracomm:
+    """Starts MPI and returns a duplicate of its world, for tools that need no torch. Collective.
+
+    An exception on one rank ends the job, as everywhere; there is no watchdog.
+    """
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    comm = MPI.COMM_WORLD.Dup()
+    if comm.size > 1:
+        AbortGuard(comm.rank, comm.size, socket.gethostname()).install()
+    return comm
 
 
 def leave(world: "World", code: int) -> NoReturn:

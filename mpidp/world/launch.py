@@ -24,9 +24,7 @@ UCX_BYTES, UCX_FREE_BYTES = 4_333_568, 16 << 20
 CELLS, TRANSPORTS = "MPIR_CVAR_CH4_SHM_POSIX_IQUEUE_NUM_CELLS", "UCX_TLS"
 LARGER = "Make it larger (docker run --shm-size=1g; as root: mount -o remount,size=1g /dev/shm)"
 # Variables by which launchers talk to the processes that they start.
-_BY_LAUNCHER = re.compile(
-    "OMPI_|PMIX_|PRTE_|PMI2?_|HYD(I|RA)_|MPI_LOCAL|I_MPI_HYDRA|PALS_|MV2_|MVP_|JSM_|FLUX_|SLURM_"
-)
+_BY_LAUNCHER = re.compile("OMPI_|PMIX_|PRTE_|PMI2?_|HYD(I|RA)_|MPI_LOCAL|I_MPI_HYDRA|PALS_|MV2_|MVP_|JSM_|FLUX_|SLURM_")
 
 
 @dataclass(frozen=True)

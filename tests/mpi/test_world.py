@@ -1,7 +1,9 @@
 """The World's facts and collective helpers."""
 
+import json
 import math
 import socket
+from dataclasses import asdict
 from typing import Any, NoReturn
 
 import pytest
@@ -9,6 +11,8 @@ from mpi4py import MPI
 
 import mpidp
 from mpidp.errors import DataError, MpidpError
+from mpidp.world.clock import clock_offsets
+from mpidp.world.library import describe, from_json
 
 
 class UnpicklableError(RuntimeError):
@@ -171,3 +175,18 @@ def test_only_rank_0_says(world: mpidp.World, caplog: pytest.LogCaptureFixture) 
     caplog.set_level("INFO", "mpidp")
     world.log_once("hello")
     assert caplog.messages == (["hello"] if world.rank == 0 else [])
+
+
+def test_clocks_of_one_node_are_one(world: mpidp.World) -> None:
+    """Behaviour 46."""
+    offsets_s = clock_offsets(world.comm)
+    assert len(offsets_s) == (world.num_nodes if world.rank == 0 else 0)
+    assert offsets_s[:1] == [0.0] * (world.rank == 0)
+
+
+def test_the_library_says_the_same_of_itself_by_way_of_json(world: mpidp.World) -> None:
+    """Behaviour 46: what a child prints is what this process knows."""
+    library = describe()
+    assert from_json(json.dumps(asdict(library))) == library
+    assert library.size == world.size and library.thread_level.startswith("MPI_THREAD_")
+    assert len(library.mapped.mpi) == 1

@@ -20,7 +20,7 @@ from mpidp.tools.doctor.known_texts import read_log
 from mpidp.world.launch import launch_facts
 
 if TYPE_CHECKING:
-    from mpidp.world.meeting import Meeting
+    from mpidp.world.mpi import MPI
 
 
 @dataclass(frozen=True)
@@ -86,33 +86,31 @@ def _before_start(facts: RankFacts) -> tuple[RankFacts, Finding | None]:
 
 
 def _together(facts: RankFacts, options: DoctorOptions) -> int:
+    from mpidp.world.clock import clock_offsets
+    from mpidp.world.exit import start_guarded
     from mpidp.world.library import describe
-    from mpidp.world.meeting import Meeting
 
     _hear_end(True)  # MPI may wait in vain
-    meeting = Meeting()
+    comm = start_guarded()
     _hear_end(False)
     facts = replace(facts, mpi=describe())
-    if facts.launch.size not in (None, meeting.size):  # every process is alone, and sees all that is to be said
-        code = _say_as_one_of_many(Report(check([facts]), [facts]), facts, options)
-        meeting.leave()
-        return code
-    job, offsets_s = meeting.gather(facts), meeting.clock_offsets()
+    if facts.launch.size not in (None, comm.size):  # every process is alone, and sees all that is to be said
+        return _say_as_one_of_many(Report(check([facts]), [facts]), facts, options)
+    job, offsets_s = comm.gather(facts, root=0), clock_offsets(comm)
     findings = check(job, offsets_s) if job else []
-    measured = _measure(meeting, findings) if options.probe else None
+    measured = _measure(comm, findings) if options.probe else None
     code = 0
     if job:
         findings += check_measured(measured, len({facts.system.host for facts in job})) if measured else []
         code = _say(Report(findings, job, measured), options)
-    code = meeting.broadcast(code)
-    meeting.leave()
+    code = comm.bcast(code, root=0)
     # The launcher reports what is not 0; one rank says it, lest some launchers call it a crash of many.
-    return code if meeting.rank == 0 else 0
+    return code if comm.rank == 0 else 0
 
 
-def _measure(meeting: "Meeting", findings: list[Finding]) -> dict[str, Any] | None:
+def _measure(comm: "MPI.Intracomm", findings: list[Finding]) -> dict[str, Any] | None:
     """Measure on all ranks, unless something fails already. Collective."""
-    if meeting.broadcast(worst(findings)) is Level.FAIL:
+    if comm.bcast(worst(findings), root=0) is Level.FAIL:
         return None
     from mpidp.tools.doctor.probe import probe
 
