@@ -191,15 +191,16 @@ class Checkpoints:
             self._release()
 
     def _begin(self) -> None:
-        """Refuses a folder whose checkpoints nobody asked for: those of another run would be counted and removed."""
-        if not self._has_looked:
-            self._has_looked = True
-            with self._world.raise_on_all_ranks("looking for checkpoints"):
-                if self._world.rank == 0 and (found := newest_first(self.folder)):
-                    raise CheckpointError(
-                        f"{self.folder} has checkpoints already, the newest {found[0].name}: go on from it by "
-                        f"resume(), or give another folder"
-                    )
+        """Refuses to begin a training where another has left checkpoints, which would be counted and removed."""
+        if self._has_looked:
+            return
+        self._has_looked = True
+        with self._world.raise_on_all_ranks("looking for checkpoints"):
+            if self._world.rank == 0 and self.state.step == 0 and (found := newest_first(self.folder)):
+                raise CheckpointError(
+                    f"{self.folder} has checkpoints already, the newest {found[0].name}: go on from it by resume(), or "
+                    f"give another folder"
+                )
 
     def _finish(self) -> None:
         """Waits for the checkpoint on its way; the folder may be another job's then. Collective."""
