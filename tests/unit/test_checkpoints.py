@@ -147,6 +147,16 @@ def test_checkpoints_that_nobody_asked_for_are_left_alone(data: Path, tmp_path: 
     assert saved(tmp_path / "run") == before
 
 
+def test_a_state_from_memory_goes_on_in_the_folder(data: Path, tmp_path: Path) -> None:
+    """As one does that is made anew when ranks were lost."""
+    first = Training(data, tmp_path / "run", every_steps=1, keep=9)
+    first.run(1, stop_at=3)
+    second = Training(data, tmp_path / "run", every_steps=1, keep=9)
+    second.checkpoints.state.load_state_dict(first.checkpoints.state.state_dict())
+    second.run(1)
+    assert saved(tmp_path / "run") == [1, 2, 3, 4, 5]
+
+
 def test_other_data_are_refused_unless_accepted(data: Path, tmp_path: Path) -> None:
     """Behaviour 53."""
     Training(data, tmp_path / "run", every_steps=1).run(1, stop_at=3)
