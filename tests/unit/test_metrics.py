@@ -15,7 +15,6 @@ from mpidp.train.records.recorder import MetricsFile, Tally, memory_bytes
 from mpidp.train.records.run_folder import RankLog
 
 CPU = torch.device("cpu")
-NAN = torch.tensor(float("nan"))
 
 
 @pytest.fixture(scope="module")
@@ -27,62 +26,51 @@ def scores(*answers: int, classes: int = 3) -> torch.Tensor:
     return torch.nn.functional.one_hot(torch.tensor(answers, dtype=torch.int64), classes).float()
 
 
-def test_means_are_over_samples_not_over_batches(world: mpidp.World) -> None:
-    """Behaviours 16, 26."""
+def classes(*targets: int) -> torch.Tensor:
+    return torch.tensor(targets, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("batches", "expected"),
+    [
+        pytest.param([], {"samples": 0, "loss": math.nan}, id="nothing"),
+        pytest.param(
+            [(1.0, scores(0, 1, 2), classes(0, 1, 1)), (5.0, scores(0), classes(0))],
+            {"samples": 4, "loss": 2.0, "accuracy": 0.75},
+            id="means over samples, not over batches",
+        ),
+        pytest.param(
+            [(math.nan, torch.empty(0, 3), classes()), (2.0, scores(1, 1), classes(1, 0))],
+            {"samples": 2, "loss": 2.0, "accuracy": 0.5},
+            id="a batch without samples is left out",
+        ),
+        pytest.param(
+            [(math.nan, scores(0), classes(0)), (1.0, scores(0), classes(0))],
+            {"samples": 2, "loss": math.nan, "accuracy": 1.0},
+            id="a NaN of real samples is not hidden",
+        ),
+        pytest.param(
+            [(0.5, torch.zeros(4, 1), torch.zeros(4, 1))], {"samples": 4, "loss": 0.5}, id="regression has no accuracy"
+        ),
+    ],
+)
+def test_a_tally(world: mpidp.World, batches: list[Any], expected: dict[str, float]) -> None:
+    """Behaviours 16 and 26; taken, it starts anew."""
     tally = Tally(CPU)
-    tally.add(torch.tensor(1.0), scores(0, 1, 2), torch.tensor([0, 1, 1]), 3)
-    tally.add(torch.tensor(5.0), scores(0), torch.tensor([0]), 1)
-    assert tally.total(world) == {"samples": 4, "loss": 2.0, "accuracy": 0.75}
-
-
-def test_a_batch_without_samples_is_left_out_though_its_loss_is_nan(world: mpidp.World) -> None:
-    """Behaviour 16."""
-    tally = Tally(CPU)
-    tally.add(NAN, torch.empty(0, 3), torch.empty(0, dtype=torch.int64), 0)
-    tally.add(torch.tensor(2.0), scores(1, 1), torch.tensor([1, 0]), 2)
-    tally.add(NAN, torch.empty(0, 3), torch.empty(0, dtype=torch.int64), 0)
-    assert tally.total(world) == {"samples": 2, "loss": 2.0, "accuracy": 0.5}
-
-
-def test_a_nan_loss_of_real_samples_is_not_hidden(world: mpidp.World) -> None:
-    tally = Tally(CPU)
-    tally.add(NAN, scores(0), torch.tensor([0]), 1)
-    tally.add(torch.tensor(1.0), scores(0), torch.tensor([0]), 1)
-    assert math.isnan(tally.total(world)["loss"])
-
-
-def test_total_starts_anew(world: mpidp.World) -> None:
-    tally = Tally(CPU)
-    tally.add(NAN, scores(0), torch.tensor([0]), 1)
-    tally.total(world)
-    tally.add(torch.tensor(3.0), scores(0), torch.tensor([1]), 1)
+    for loss, output, target in batches:
+        tally.add(torch.tensor(loss), output, target, len(target))
+    assert tally.total(world) == pytest.approx(expected, nan_ok=True)
+    tally.add(torch.tensor(3.0), scores(0), classes(1), 1)
     assert tally.total(world) == {"samples": 1, "loss": 3.0, "accuracy": 0.0}
 
 
-def test_nothing_added_is_no_samples_and_no_accuracy(world: mpidp.World) -> None:
-    total = Tally(CPU).total(world)
-    assert total.keys() == {"samples", "loss"} and total["samples"] == 0 and math.isnan(total["loss"])
-
-
-def test_regression_has_no_accuracy(world: mpidp.World) -> None:
-    tally = Tally(CPU)
-    tally.add(torch.tensor(0.5), torch.zeros(4, 1), torch.zeros(4, 1), 4)
-    assert tally.total(world) == {"samples": 4, "loss": 0.5}
-
-
-def test_a_loss_with_a_graph_is_not_kept(world: mpidp.World) -> None:
+def test_a_loss_with_a_graph_is_not_kept_and_large_sums_do_not_overflow(world: mpidp.World) -> None:
     """Behaviour 28: memory stays flat."""
     tally = Tally(CPU)
-    weight = torch.ones(1, requires_grad=True)
-    tally.add((weight * 2).sum(), scores(0), torch.tensor([0]), 1)
-    assert not tally._sums.requires_grad
-    assert tally.total(world)["loss"] == 2.0
-
-
-def test_float16_losses_do_not_overflow(world: mpidp.World) -> None:
-    tally = Tally(CPU)
     for _ in range(100):
-        tally.add(torch.tensor(1000.0, dtype=torch.float64), scores(0), torch.tensor([0]), 1000)
+        weight = torch.full((1,), 1000.0, dtype=torch.float16, requires_grad=True)
+        tally.add((weight * 1).sum(), scores(0), classes(0), 1000)
+    assert not tally._sums.requires_grad
     assert tally.total(world)["loss"] == 1000.0
 
 
@@ -90,12 +78,12 @@ def read(path: Path) -> list[dict[str, object]]:
     return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
 
 
-def test_a_reader_sees_whole_lines_at_once(tmp_path: Path) -> None:
+def test_a_reader_sees_whole_lines_of_json_at_once_even_when_training_diverges(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path)
     assert file.num_bytes == 0
-    file.write({"step": 1, "loss": 0.5})
-    assert read(path) == [{"step": 1, "loss": 0.5}]
+    file.write({"loss": float("nan"), "lr": float("inf"), "seconds": {"data": 0.5}})
+    assert read(path) == [{"loss": None, "lr": None, "seconds": {"data": 0.5}}]
     assert file.num_bytes == path.stat().st_size
     file.close()
 
@@ -123,14 +111,6 @@ def test_a_file_shorter_than_at_the_checkpoint_is_not_filled_with_zeros(tmp_path
     file.write({"step": 9})
     file.close()
     assert read(path) == [{"step": 9}]
-
-
-def test_every_line_is_json_by_the_standard_even_when_training_diverges(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    file = MetricsFile(path)
-    file.write({"loss": float("nan"), "lr": float("inf"), "seconds": {"data": 0.5}})
-    file.close()
-    assert read(path) == [{"loss": None, "lr": None, "seconds": {"data": 0.5}}]
 
 
 def test_memory_is_in_bytes() -> None:

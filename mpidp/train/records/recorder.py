@@ -63,7 +63,8 @@ class Tally:
             return
         with torch.no_grad():
             right = count_right(output, target)
-            self._sums[0] += loss.detach() * num_samples
+            loss = loss.detach().float() if loss.element_size() < 4 else loss.detach()  # 16 bits hold no such product
+            self._sums[0] += loss * num_samples
             if right is not None:
                 self._sums[1] += right
                 self._sums[2] += num_samples
