@@ -75,7 +75,9 @@ def test_empty_cells_become_nan_only_where_asked(tmp_path: Path, capsys: pytest.
         ("a,b\n1,2\n\n1,x\n", [], 'line 4, column "b": "x" is not a number'),
         ("a,b\n1,2\n3\n", [], "line 3: has 1 cells, the first line has 2"),
         ("a,b\n1,2\n3\n", ["--label=b"], "line 3: has 1 cells"),
-        ('a,b\n1,"2\n3",4\n', [], "line 2: cannot be read as CSV"),
+        ('a,b\n1,"2\n', [], "line 2: cannot be read as CSV"),
+        ("a,b\n1,2\n\udcff,2\n", [], "line 3: cannot be read as CSV"),
+        ("a\n9007199254740993\n", ["--dtype=float64"], '"a": 9007199254740993 does not fit float64 exactly; leave'),
         ("a,b\n1,2\n", ["--label=c"], 'no column "c"; its columns are a, b'),
         ("a,b\n1,2\n", ["--label=a", "--columns=c"], 'no column "c"'),
         ("a\n1\n", ["--label=a"], "no columns are left"),
@@ -87,13 +89,26 @@ def test_tables_that_cannot_be_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, words: list[str], message: str
 ) -> None:
     """The line and the column are those that an editor shows."""
-    (tmp_path / "in.csv").write_text(text)
+    (tmp_path / "in.csv").write_text(text, errors="surrogateescape")
     assert run("convert", tmp_path / "in.csv", tmp_path / "out.h5", *words) in (1, 2)
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out.h5").exists()
 
 
-def test_large_whole_numbers_fit_float64(tmp_path: Path) -> None:
-    (tmp_path / "in.csv").write_text("a\n16777217\n")
-    assert run("convert", tmp_path / "in.csv", tmp_path / "out.h5", "--dtype=float64") == 0
-    assert read(tmp_path / "out.h5")["x"].tolist() == [[16777217]]
+def test_whole_numbers_are_kept(tmp_path: Path) -> None:
+    """In float64 up to 2^53, in labels to the last of int64."""
+    (tmp_path / "in.csv").write_text(f'a,y,"two\nlines"\n16777217,{2**63 - 1},"x\ny"\n-9007199254740992,3,-\n')
+    words = ["--dtype=float64", "--label=y", "--columns=a"]
+    assert run("convert", tmp_path / "in.csv", tmp_path / "out.h5", *words) == 0
+    found = read(tmp_path / "out.h5")
+    assert (found["x"].tolist(), found["y"].tolist()) == ([[16777217], [-(2**53)]], [2**63 - 1, 3])
+
+
+def test_a_table_of_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpidp.tools.data.csv._BLOCK_CELLS", 7)
+    lines = ["a,b,y", *(f"{n},{-n},{'even' if n % 2 == 0 else 'odd'}" for n in range(99))]
+    (tmp_path / "in.csv").write_text("\n".join(lines))
+    assert run("convert", tmp_path / "in.csv", tmp_path / "out.h5", "--label=y") == 0
+    found, rows = read(tmp_path / "out.h5"), np.arange(99)
+    assert_same(found["x"], np.stack([rows, -rows], 1).astype(np.float32))
+    assert_same(found["y"], rows % 2)

@@ -17,7 +17,7 @@ from mpidp.errors import ConfigError, DataError
 from mpidp.hdf5.files.file import open_file
 from mpidp.hdf5.order.keyed import check_seed
 from mpidp.hdf5.write import EncodedChunk, encode, parse_filters, write_file
-from mpidp.tools.data.csv import CsvOptions, CsvSource
+from mpidp.tools.data.csv import CsvSource
 from mpidp.tools.data.hdf5_source import HDF5Source
 from mpidp.tools.data.images import ImageOptions, ImageSource
 from mpidp.tools.data.make import SyntheticSource
@@ -275,18 +275,9 @@ def _opener(kind: str, sources: list[str], options: ConvertOptions) -> Callable[
         "npz": lambda scratch: open_npz(path, options.fields, scratch),
         "hdf5": lambda scratch: HDF5Source(path, options.fields, options.expand_external, options.stack_groups),
         "images": lambda scratch: ImageSource(path, ImageOptions(_size(options.resize), options.mode)),
-        "csv": lambda scratch: CsvSource(path, _csv_options(path, options), scratch),
+        "csv": lambda scratch: CsvSource(path, options, scratch),
     }
     return openers[kind]
-
-
-def _csv_options(path: str, options: ConvertOptions) -> CsvOptions:
-    delimiter = "\t" if options.delimiter == "\\t" or Path(path).suffix.lower() == ".tsv" else options.delimiter
-    if len(delimiter) != 1:
-        raise ConfigError(f"--delimiter={options.delimiter}; expected one character, or \\t for a tab.")
-    return CsvOptions(
-        options.label, options.columns, options.dtype, delimiter, not options.no_header, options.empty_as_nan
-    )
 
 
 def _size(text: str | None) -> tuple[int, int] | None:

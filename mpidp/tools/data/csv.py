@@ -1,50 +1,192 @@
 """CSV files as the source of a conversion: x, the columns of numbers, and y, the label column.
 
-The file is read once to learn where its rows begin and which labels there are; 8 bytes a row are kept on disk.
+The file is read once, in blocks, by the standard library's reader. Its values are written beside the target, as they
+will be in it, and rows are taken from there in any order.
 """
 
-import array
 import csv
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from mpidp.errors import ConfigError, DataError
-from mpidp.hdf5.order.keyed import IntArray
-from mpidp.tools.data.source import Source, SourceField, Values, is_run
+from mpidp.printable import listed
+from mpidp.tools.data.options import ConvertOptions
+from mpidp.tools.data.source import ArraySource
+
+LABELS, CLASSES = "y", "y_classes"
+_BLOCK_CELLS = 1 << 18
+# From here on a float64 may stand for several whole numbers.
+_INEXACT = 2.0**53
 
 
-@dataclass(frozen=True)
-class CsvOptions:
-    """How to read a CSV file."""
+class CsvSource(ArraySource):
+    """Rows of numbers, and perhaps their labels. Raises `DataError` naming line and column."""
 
-    label: str | None = None
-    columns: tuple[str, ...] = ()
-    dtype: Literal["float32", "float64"] = "float32"
-    delimiter: str = ","
-    has_header: bool = True
-    empty_as_nan: bool = False
+    def __init__(self, path: str, options: ConvertOptions, scratch: Path) -> None:
+        table = _Table(path, options)
+        arrays = table.unpack(scratch)
+        self._texts = {"x_columns": [table.names[column] for column in table.columns]}
+        if table.classes:
+            self._texts[CLASSES] = list(table.classes)
+        super().__init__(arrays, path)
 
-
-def choose(path: str, names: list[str], options: CsvOptions) -> tuple[list[int], int | None]:
-    """Return the columns of x and of the label; raises `ConfigError` for names that are not there."""
-    for name in (*options.columns, *([options.label] if options.label is not None else [])):
-        if name not in names:
-            raise ConfigError(f'{path}: no column "{name}"; its columns are {", ".join(names)}')
-    label = names.index(options.label) if options.label is not None else None
-    chosen = [names.index(name) for name in options.columns] or [n for n in range(len(names)) if n != label]
-    if not chosen:
-        raise ConfigError(f"{path}: no columns are left for x beside the label")
-    return chosen, label
+    @property
+    def texts(self) -> Mapping[str, Sequence[str]]:
+        """The names of the columns, and those of the classes where labels are words."""
+        return self._texts
 
 
-def is_number(text: str) -> bool:
-    """Return whether a cell is a number."""
+class _Table:
+    """A CSV file that is being read."""
+
+    def __init__(self, path: str, options: ConvertOptions) -> None:
+        self.path, self.options = path, options
+        self.names: list[str] = []
+        self.columns: list[int] = []
+        self.classes: tuple[str, ...] = ()
+        self._label: int | None = None
+        is_tab = options.delimiter == "\\t" or Path(path).suffix.lower() == ".tsv"
+        self._delimiter = "\t" if is_tab else options.delimiter
+        if len(self._delimiter) != 1:
+            raise ConfigError(f"--delimiter={options.delimiter}; expected one character, or \\t for a tab.")
+
+    def unpack(self, scratch: Path) -> dict[str, npt.NDArray[Any]]:
+        """Write x and y into `scratch` and return them, mapped."""
+        labels: dict[str, int] = {}
+        places = [np.zeros(0, np.int64)]
+        num_rows = 0
+        try:
+            with open(scratch / "x", "wb") as x:
+                for lines, rows in self._blocks():
+                    x.write(self._numbers(lines, rows).tobytes())
+                    num_rows += len(rows)
+                    if self._label is not None:
+                        words = (row[self._label].strip() for row in rows)
+                        places.append(np.array([labels.setdefault(word, len(labels)) for word in words], np.int64))
+        except OSError as error:
+            raise DataError(f"{scratch.parent}: cannot be written: {error.strerror}") from error
+        arrays = {"x": self._mapped(scratch / "x", (num_rows, len(self.columns)))}
+        if self._label is not None:
+            arrays[LABELS] = self._values_of(list(labels))[np.concatenate(places)]
+        return arrays
+
+    def _mapped(self, path: Path, shape: tuple[int, int]) -> npt.NDArray[Any]:
+        if 0 in shape:
+            return np.zeros(shape, self.options.dtype)
+        return np.memmap(path, self.options.dtype, "r", shape=shape)
+
+    def _values_of(self, labels: list[str]) -> npt.NDArray[Any]:
+        """Return the number of each label: itself if all are numbers, else its place in alphabetical order."""
+        if all(_is_integer(label) and -(2**63) <= int(label) < 2**63 for label in labels):
+            return np.array([int(label) for label in labels], np.int64)
+        if all(map(_is_number, labels)):
+            return np.array([float(label) for label in labels], self.options.dtype)
+        self.classes = tuple(sorted(labels))
+        return np.array([self.classes.index(label) for label in labels], np.int64)
+
+    def _blocks(self) -> Iterator[tuple[list[int], list[list[str]]]]:
+        """Yield the line numbers and cells of some rows at a time; the first row tells the columns."""
+        lines: list[int] = []
+        rows: list[list[str]] = []
+        try:
+            with open(self.path, "rb") as file:
+                for line, cells in self._rows(file):
+                    if not self.names:
+                        self._choose(cells)
+                        if not self.options.no_header:
+                            continue
+                    if len(cells) != len(self.names):
+                        raise DataError(
+                            f"{self.path}, line {line}: has {len(cells)} cells, the first line has {len(self.names)}; "
+                            "is --delimiter right?"
+                        )
+                    lines.append(line)
+                    rows.append(cells)
+                    if len(rows) * len(cells) >= _BLOCK_CELLS:
+                        yield lines, rows
+                        lines, rows = [], []
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot be read: {error.strerror}") from error
+        if not self.names:
+            raise DataError(f"{self.path}: is empty; expected a line of column names and lines of numbers")
+        yield lines, rows
+
+    def _rows(self, file: BinaryIO) -> Iterator[tuple[int, list[str]]]:
+        """Yield the rows that are not blank, with the number of the line in which each ends."""
+        texts = (line.decode() for line in chain([file.readline().removeprefix(b"\xef\xbb\xbf")], file))
+        reader = csv.reader(texts, delimiter=self._delimiter, strict=True)
+        while True:
+            try:
+                cells = next(reader, None)
+            except (csv.Error, UnicodeDecodeError) as error:
+                line = reader.line_num + isinstance(error, UnicodeDecodeError)  # a line is counted when it is text
+                raise DataError(f"{self.path}, line {line}: cannot be read as CSV: {error}") from error
+            if cells is None:
+                return
+            if len(cells) > 1 or any(cell.strip() for cell in cells):
+                yield reader.line_num, cells
+
+    def _choose(self, first: list[str]) -> None:
+        """Name the columns by the first row, and choose those of x and of the label."""
+        options, cells = self.options, [cell.strip() for cell in first]
+        names = list(map(str, range(len(cells)))) if options.no_header else cells
+        if not options.no_header and all(map(_is_number, cells)):
+            raise ConfigError(
+                f"{self.path}: its first line holds numbers only, {cells[:4]}; give --no-header if it has no names"
+            )
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise DataError(f'{self.path}: two columns are called "{twice[0]}"; rename one')
+        for name in (*options.columns, *([] if options.label is None else [options.label])):
+            if name not in names:
+                raise ConfigError(f'{self.path}: no column "{name}"; its columns are {listed(names)}')
+        self._label = None if options.label is None else names.index(options.label)
+        self.columns = [names.index(name) for name in options.columns]
+        self.columns = self.columns or [number for number in range(len(names)) if number != self._label]
+        if not self.columns:
+            raise ConfigError(f"{self.path}: no columns are left for x beside the label")
+        self.names = names
+
+    def _numbers(self, lines: list[int], rows: list[list[str]]) -> npt.NDArray[Any]:
+        """Return x of some rows in the type asked for, or raise for a number that would be changed."""
+        cells = np.array([[row[column] for column in self.columns] for row in rows], object)
+        cells = cells.reshape(len(rows), len(self.columns))
+        try:
+            values = cells.astype(np.float64)
+        except ValueError:
+            values = self._one_by_one(lines, cells)
+        with np.errstate(over="ignore"):
+            narrow = values.astype(self.options.dtype)
+        is_whole = values == np.rint(values)
+        for place, position in np.argwhere(is_whole & ((narrow != values) | (np.abs(values) >= _INEXACT))).tolist():
+            text = cells[place, position].strip()
+            if float(narrow[place, position]) != (int(text) if _is_integer(text) else values[place, position]):
+                dtype = self.options.dtype
+                advice = f"{'give --dtype=float64, or ' * (dtype == 'float32')}leave the column out"
+                raise self._error(lines[place], position, f"{text} does not fit {dtype} exactly; {advice}")
+        return narrow
+
+    def _one_by_one(self, lines: list[int], cells: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+        values = np.full(cells.shape, np.nan)
+        for (place, position), cell in np.ndenumerate(cells):
+            if cell.strip() and _is_number(cell):
+                values[place, position] = float(cell)
+            elif cell.strip() or not self.options.empty_as_nan:
+                found = f'"{cell}" is not a number' if cell.strip() else "the cell is empty"
+                advice = "leave the column out by --columns, make it the --label"
+                raise self._error(lines[place], position, f"{found}; mend it, {advice}, or give --empty-as-nan")
+        return values
+
+    def _error(self, line: int, position: int, text: str) -> DataError:
+        return DataError(f'{self.path}, line {line}, column "{self.names[self.columns[position]]}": {text}')
+
+
+def _is_number(text: str) -> bool:
     try:
         float(text)
     except ValueError:
@@ -52,164 +194,10 @@ def is_number(text: str) -> bool:
     return True
 
 
-def is_integer(text: str) -> bool:
-    """Return whether a cell is a whole number that int64 holds."""
+def _is_integer(text: str) -> bool:
+    """Return whether a cell is a whole number, of any size."""
     try:
-        return -(2**63) <= int(text) < 2**63
+        int(text)
     except ValueError:
         return False
-
-
-LABELS, CLASSES = "y", "y_classes"
-
-
-class CsvSource(Source):
-    """Rows of numbers, and perhaps their labels. Raises `DataError` naming line and column."""
-
-    def __init__(self, path: str, options: CsvOptions, scratch: Path) -> None:
-        self._path = path
-        self._options = options
-        self._width = 0  # not known yet
-        names = self._header()
-        self._width = len(names)
-        self._columns, self._label = choose(path, names, options)
-        self._names = names
-        self._starts_path = scratch / "row_starts.npy"
-        self._classes, self._label_type = self._scan()
-        self._class_numbers = {name: number for number, name in enumerate(self._classes)}
-        self._starts: IntArray | None = None
-
-    @property
-    def fields(self) -> tuple[SourceField, ...]:
-        """x, and y where a label column was named."""
-        count = len(self._row_starts())
-        columns = [self._names[column] for column in self._columns]
-        x = SourceField("x", count, (len(columns),), np.dtype(self._options.dtype))
-        return (x,) if self._label is None else (x, SourceField(LABELS, count, (), self._label_type))
-
-    @property
-    def texts(self) -> Mapping[str, Sequence[str]]:
-        """The names of the columns, and those of the classes where labels are words."""
-        columns = {"x_columns": [self._names[column] for column in self._columns]}
-        return {**columns, CLASSES: list(self._classes)} if self._classes else columns
-
-    def take(self, names: Sequence[str], rows: IntArray) -> Values:
-        """Return the rows of x and y."""
-        x = np.empty((len(rows), len(self._columns)), np.float64)
-        y = np.empty(len(rows), self._label_type)
-        for place, (row, cells) in enumerate(self._rows(rows)):
-            for position, column in enumerate(self._columns):
-                x[place, position] = self._number(cells[column], row, column)
-            if self._label is not None:
-                y[place] = self._label_of(cells[self._label], row)
-        return {name: values for name, values in (("x", self._narrow(x, rows)), (LABELS, y)) if name in names}
-
-    def _header(self) -> list[str]:
-        with self._open() as file:
-            first = next((line for line in file if line.strip()), b"")
-        if not first:
-            raise DataError(f"{self._path}: is empty; expected a line of column names and lines of numbers")
-        cells = [cell.strip() for cell in self._cells(first.removeprefix(b"\xef\xbb\xbf"), 1)]
-        if not self._options.has_header:
-            return [str(number) for number in range(len(cells))]
-        if all(map(is_number, cells)):
-            raise ConfigError(
-                f"{self._path}: its first line holds numbers only, {cells[:4]}; give --no-header if it has no names"
-            )
-        twice = [name for name in cells if cells.count(name) > 1]
-        if twice:
-            raise DataError(f'{self._path}: two columns are called "{twice[0]}"; rename one')
-        return cells
-
-    def _scan(self) -> tuple[tuple[str, ...], np.dtype[Any]]:
-        """Write where rows begin; return the classes (empty where labels are numbers) and the type of labels."""
-        starts = array.array("q")
-        labels: set[str] = set()
-        position, header = 0, self._options.has_header
-        with self._open() as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip() and not header:
-                    starts.append(position)
-                    if self._label is not None:
-                        labels.add(self._cells(line, number)[self._label].strip())
-                header = header and not line.strip()
-                position += len(line)
-        np.save(self._starts_path, np.frombuffer(starts, np.int64) if starts else np.zeros(0, np.int64))
-        if all(map(is_integer, labels)):
-            return (), np.dtype(np.int64)
-        if all(map(is_number, labels)):
-            return (), np.dtype(self._options.dtype)
-        return tuple(sorted(labels)), np.dtype(np.int64)
-
-    def _rows(self, rows: IntArray) -> Iterator[tuple[int, list[str]]]:
-        """Yield (row, cells) of each row in the order given."""
-        starts = self._row_starts()
-        is_one_run = is_run(rows)
-        with self._open() as file:
-            for count, row in enumerate(rows.tolist()):
-                if not count or not is_one_run:
-                    file.seek(int(starts[row]))
-                line = next(line for line in iter(file.readline, b"") if line.strip())
-                yield row, self._cells(line, row, is_row=True)
-
-    def _cells(self, line: bytes, number: int, is_row: bool = False) -> list[str]:
-        """Split a line; `number` is for the error: that of the line, or of the row."""
-        try:
-            (cells,) = csv.reader([line.decode().strip("\r\n")], delimiter=self._options.delimiter, strict=True)
-        except (csv.Error, UnicodeDecodeError, ValueError) as error:
-            where = self._line(number) if is_row else number
-            raise DataError(f"{self._path}, line {where}: cannot be read as CSV: {error}") from error
-        if self._width and len(cells) != self._width:
-            raise DataError(
-                f"{self._path}, line {self._line(number) if is_row else number}: has {len(cells)} cells, the first "
-                f"line has {self._width}; is --delimiter right?"
-            )
-        return cells
-
-    def _line(self, row: int) -> int:
-        """Return the line of a row, for an error."""
-        with self._open() as file:
-            begins = itertools.accumulate(map(len, file), initial=0)
-            start = int(self._row_starts()[row])
-            return next(number for number, begin in enumerate(begins, start=1) if begin == start)
-
-    def _number(self, cell: str, row: int, column: int) -> float:
-        if not cell.strip() and self._options.empty_as_nan:
-            return float("nan")
-        try:
-            return float(cell)
-        except ValueError:
-            found = f'"{cell}" is not a number' if cell.strip() else "the cell is empty"
-            raise DataError(
-                f'{self._path}, line {self._line(row)}, column "{self._names[column]}": {found}; mend it, leave the '
-                "column out by --columns, make it the --label, or give --empty-as-nan for empty cells"
-            ) from None
-
-    def _label_of(self, cell: str, row: int) -> float:
-        assert self._label is not None
-        if self._classes:
-            return self._class_numbers[cell.strip()]
-        return self._number(cell, row, self._label) if self._label_type.kind == "f" else int(cell)
-
-    def _narrow(self, x: npt.NDArray[np.float64], rows: IntArray) -> npt.NDArray[Any]:
-        """Return x in the type asked for; raises where float32 would change a whole number."""
-        narrow = x.astype(self._options.dtype)
-        changed = np.argwhere((narrow != x) & (x == np.rint(x)))
-        if len(changed):
-            place, position = changed[0]
-            raise DataError(
-                f'{self._path}, line {self._line(int(rows[place]))}, column "{self._names[self._columns[position]]}": '
-                f"{x[place, position]:.0f} does not fit float32 exactly; give --dtype=float64, or leave the column out"
-            )
-        return narrow
-
-    def _row_starts(self) -> IntArray:
-        if self._starts is None:
-            self._starts = np.load(self._starts_path)
-        return self._starts
-
-    def _open(self) -> Any:
-        try:
-            return open(self._path, "rb")
-        except OSError as error:
-            raise DataError(f"{self._path}: cannot be read: {error.strerror}") from error
+    return True

@@ -84,35 +84,30 @@ def is_run(rows: IntArray) -> bool:
 
 
 class ArraySource(Source):
-    """Arrays in .npy files, by name."""
+    """Arrays by name, such as those mapped from files; `place` is where they are from, for errors."""
 
-    def __init__(self, paths: dict[str, str]) -> None:
-        self._paths = paths
-        self._arrays: dict[str, npt.NDArray[Any]] = {}
-        for name in paths:
-            _check(paths[name], name, self._array(name))
+    def __init__(self, arrays: Mapping[str, npt.NDArray[Any]], place: str) -> None:
+        self._arrays = dict(arrays)
+        for name, array in arrays.items():
+            if array.ndim == 0:
+                raise DataError(f'{place}: array "{name}" is a single value; the first axis must count the samples')
+            if array.dtype.kind not in "biufcS" or array.dtype.itemsize == 0:
+                raise DataError(
+                    f'{place}: array "{name}" has type {array.dtype}, which HDF5 or a tensor cannot hold; write it as '
+                    "numbers (classes, times and text too)"
+                )
 
     @property
     def fields(self) -> tuple[SourceField, ...]:
         """One for each array."""
-        arrays = {name: self._array(name) for name in self._paths}
-        return tuple(SourceField(name, array.shape[0], array.shape[1:], array.dtype) for name, array in arrays.items())
+        arrays = self._arrays.items()
+        return tuple(SourceField(name, array.shape[0], array.shape[1:], array.dtype) for name, array in arrays)
 
     def take(self, names: Sequence[str], rows: IntArray) -> Values:
         """Return copies of the rows."""
         if is_run(rows):
-            return {name: np.array(self._array(name)[rows[0] : rows[-1] + 1]) for name in names}
-        return {name: self._array(name)[rows] for name in names}
-
-    def _array(self, name: str) -> npt.NDArray[Any]:
-        if name not in self._arrays:
-            path = self._paths[name]
-            try:
-                array = np.load(path, mmap_mode="r" if os.path.getsize(path) else None, allow_pickle=False)
-            except (OSError, ValueError, EOFError) as error:
-                raise DataError(f'{path}: array "{name}" cannot be read as .npy: {error}') from error
-            self._arrays[name] = np.asarray(array)
-        return self._arrays[name]
+            return {name: np.array(self._arrays[name][rows[0] : rows[-1] + 1]) for name in names}
+        return {name: self._arrays[name][rows] for name in names}
 
 
 def open_npy(paths: Sequence[str]) -> ArraySource:
@@ -121,7 +116,16 @@ def open_npy(paths: Sequence[str]) -> ArraySource:
     for name in names:
         if names.count(name) > 1:
             raise DataError(f'{", ".join(paths)}: two files would both become dataset "{name}"; rename one')
-    return ArraySource(dict(zip(names, map(str, paths), strict=True)))
+    arrays = {name: _mapped(path, name) for name, path in zip(names, paths, strict=True)}
+    return ArraySource(arrays, ", ".join(paths))
+
+
+def _mapped(path: str | Path, name: str) -> npt.NDArray[Any]:
+    try:
+        array = np.load(path, mmap_mode="r" if os.path.getsize(path) else None, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f'{path}: array "{name}" cannot be read as .npy: {error}') from error
+    return np.asarray(array)
 
 
 def open_npz(path: str, fields: Sequence[str], scratch: Path) -> ArraySource:
@@ -145,7 +149,7 @@ def open_npz(path: str, fields: Sequence[str], scratch: Path) -> ArraySource:
                 _unpack(archive, f"{name}.npy", unpacked)
     except (zipfile.BadZipFile, OSError, EOFError, RuntimeError, zlib.error) as error:  # a password, another method
         raise DataError(f"{path}: cannot be read as .npz: {error}; write or copy it again") from error
-    return ArraySource({name: str(unpacked) for name, unpacked in paths.items()})
+    return ArraySource({name: _mapped(unpacked, name) for name, unpacked in paths.items()}, path)
 
 
 def _check_room(archive: zipfile.ZipFile, path: str, names: Sequence[str], folder: Path) -> None:
@@ -160,13 +164,3 @@ def _unpack(archive: zipfile.ZipFile, name: str, target: Path) -> None:
     """Write a member to its own file; ZIP's checksum is checked on the way."""
     with archive.open(name) as packed, open(target, "wb") as unpacked:
         shutil.copyfileobj(packed, unpacked, 1 << 20)
-
-
-def _check(path: str, name: str, array: npt.NDArray[Any]) -> None:
-    if array.ndim == 0:
-        raise DataError(f'{path}: array "{name}" is a single value; the first axis must count the samples')
-    if array.dtype.kind not in "biufcS" or array.dtype.itemsize == 0:
-        raise DataError(
-            f'{path}: array "{name}" has type {array.dtype}, which HDF5 or a tensor cannot hold; write it as numbers '
-            "(classes, times and text too)"
-        )
