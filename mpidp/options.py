@@ -23,7 +23,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from mpidp.errors import ConfigError
 from mpidp.printable import listed
@@ -190,7 +190,7 @@ def _add_one(container: Any, name: str, hint: Any, arg: Arg, value: Any, help_te
 
 def _kind(hint: Any) -> tuple[Any, bool]:
     """Return the type of one value, and whether there are many of it."""
-    if get_origin(hint) is UnionType:
+    if get_origin(hint) in (Union, UnionType):
         (hint,) = (kind for kind in get_args(hint) if kind is not NoneType)
     return (get_args(hint)[0], True) if get_origin(hint) is tuple else (hint, False)
 

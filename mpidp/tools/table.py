@@ -1,5 +1,7 @@
-"""Rows of text enter, an aligned table leaves; and byte counts become readable."""
+"""What tools print: aligned tables, readable sizes, and how far a long reading or writing is."""
 
+import sys
+import time
 from collections.abc import Sequence
 
 
@@ -26,3 +28,30 @@ def size_text(num_bytes: float) -> str:
         num_bytes /= 1024
         power += 1
     return f"{num_bytes:.0f} B" if power == 0 else f"{num_bytes:.1f} {units[power]}"
+
+
+class Ticker:
+    """Tells on the standard error how many bytes of a total are done, a line an interval.
+
+    Args:
+        what: the verb in front, such as "verifying".
+        total_bytes: all of them.
+        speaks: whether this process prints.
+        interval_s: seconds between two lines.
+    """
+
+    def __init__(self, what: str, total_bytes: int, speaks: bool = True, interval_s: float = 10.0) -> None:
+        self._what, self._total_bytes, self._speaks, self._interval_s = what, total_bytes, speaks, interval_s
+        self._done_bytes = 0
+        self._start = self._last_line = time.monotonic()
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes as done, and say so when it is time."""
+        self._done_bytes += num_bytes
+        now = time.monotonic()
+        if not self._speaks or now - self._last_line < self._interval_s or not self._done_bytes:
+            return
+        self._last_line = now
+        left_s = (now - self._start) / self._done_bytes * (self._total_bytes - self._done_bytes)
+        done = f"{size_text(self._done_bytes)} of {size_text(self._total_bytes)}"
+        print(f"mpidp: {self._what}: {done}, {left_s:,.0f} s left", file=sys.stderr, flush=True)

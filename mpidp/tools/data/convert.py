@@ -24,8 +24,7 @@ from mpidp.tools.data.make import SyntheticSource
 from mpidp.tools.data.options import ConvertOptions, MakeOptions, Written
 from mpidp.tools.data.plan import Layout, Plan, Task, make_plan
 from mpidp.tools.data.source import Source, open_npy, open_npz
-from mpidp.tools.table import size_text
-from mpidp.tools.ticker import Ticker
+from mpidp.tools.table import Ticker, size_text
 from mpidp.world.record_file import flush_folder
 
 MakeSource = Callable[[Path], Source]
@@ -35,32 +34,29 @@ _MOST_NAMED = 10
 def convert(
     make_source: MakeSource,
     target: str,
-    layout: Layout,
-    *,
-    workers: int = 0,
+    options: Written,
+    shuffle_seed: int | None = None,
     memory_bytes: int = 1 << 30,
-    overwrite: bool = False,
-    speaks: bool = True,
 ) -> str:
     """Write the target and return a line that says what it holds.
 
-    A target that exists is kept until its successor is complete.
+    A target that exists is kept until its successor is complete. Progress is told on the standard error.
 
     Args:
         make_source: opens the source; it may unpack files into the folder that it is given.
         target: path of the file to write.
-        layout: chunks, filters, order.
-        workers: threads that read and encode; 0 for one a core that this process may use.
+        options: chunks, filters, threads.
+        shuffle_seed: what a random order of the rows follows from; None for the source's order.
         memory_bytes: how much all threads together may hold; more only where a single chunk needs it.
-        overwrite: whether a file of that name may be replaced.
-        speaks: whether to tell of progress on the standard error.
 
     Raises:
         ConfigError: the target exists, or options that do not fit the source.
         DataError: a source that cannot be read, or a target that cannot be written.
     """
-    path = _checked_target(target, overwrite)
-    workers = workers or len(os.sched_getaffinity(0))
+    filters = parse_filters(options.compression, not options.no_byte_shuffle, options.fletcher32)
+    layout = Layout(filters, options.chunk_rows, options.chunk_bytes, shuffle_seed)
+    path = _checked_target(target, options.overwrite)
+    workers = options.workers or len(os.sched_getaffinity(0))
     folder, name = os.path.split(path)
     try:
         scratch = tempfile.TemporaryDirectory(prefix=f"{name}.", suffix=".part", dir=folder)
@@ -71,42 +67,28 @@ def convert(
         with closing(source):
             plan = make_plan(source, layout, memory_bytes, workers)
             written = os.path.join(scratch.name, "whole.h5")
-            _write(source, plan, written, workers, speaks)
-        if not overwrite:
+            _write(source, plan, written, workers)
+        if not options.overwrite:
             _check_absent(path)  # once more: it took a while
         os.replace(written, path)
         flush_folder(Path(folder))
     return _summary(path, plan)
 
 
-def task_bytes(plan: Plan, task: Task) -> int:
-    """Return the bytes of a task's rows before they are compressed."""
-    row_bytes = sum(plan.datasets[number].dtype.itemsize * _row_size(plan, number) for number in task.group.fields)
-    return (task.stop - task.start) * row_bytes
-
-
-def _row_size(plan: Plan, number: int) -> int:
-    size = 1
-    for length in plan.datasets[number].shape[1:]:
-        size *= length
-    return size
-
-
-def _write(source: Source, plan: Plan, path: str, workers: int, speaks: bool) -> None:
-    def remark(text: str) -> None:
-        if speaks:
-            print(f"mpidp: {text}", file=sys.stderr, flush=True)
-
+def _write(source: Source, plan: Plan, path: str, workers: int) -> None:
     for text in source.remarks:
-        remark(text)
-    with Ticker("converting", sum(task_bytes(plan, task) for task in plan.tasks), speaks) as ticker:
-        chunks = _encoded(source, plan, workers, ticker)
-        write_file(path, plan.datasets, plan.layout.filters, chunks, source.texts, source.template, remark)
+        _remark(text)
+    chunks = _encoded(source, plan, workers)
+    write_file(path, plan.datasets, plan.layout.filters, chunks, source.texts, source.template, _remark)
 
 
-def _encoded(source: Source, plan: Plan, workers: int, ticker: Ticker) -> Iterator[EncodedChunk]:
+def _remark(text: str) -> None:
+    print(f"mpidp: {text}", file=sys.stderr, flush=True)
+
+
+def _encoded(source: Source, plan: Plan, workers: int) -> Iterator[EncodedChunk]:
     """Yield all chunks, task by task; so many tasks as there are threads are in work at a time, and one more."""
-    tasks = iter(plan.tasks)
+    tasks, ticker = iter(plan.tasks), Ticker("converting", plan.num_bytes)
     pool = ThreadPoolExecutor(workers)
     try:
         running: list[tuple[Task, Future[list[EncodedChunk]]]] = []
@@ -117,7 +99,7 @@ def _encoded(source: Source, plan: Plan, workers: int, ticker: Ticker) -> Iterat
                 return
             done, future = running.pop(0)
             yield from future.result()
-            ticker.add(task_bytes(plan, done))
+            ticker.add(done.num_bytes)
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -162,8 +144,7 @@ def _summary(path: str, plan: Plan) -> str:
     ]
     if len(plan.datasets) > _MOST_NAMED:
         parts.append(f"and {len(plan.datasets) - _MOST_NAMED:,} more")
-    raw_bytes = sum(task_bytes(plan, task) for task in plan.tasks)
-    sizes = f"{size_text(os.path.getsize(path))}, {size_text(raw_bytes)} decoded"
+    sizes = f"{size_text(os.path.getsize(path))}, {size_text(plan.num_bytes)} decoded"
     return f"{path}: {'; '.join([*parts, str(plan.layout.filters), sizes])}"
 
 
@@ -197,26 +178,13 @@ def convert_by(options: ConvertOptions) -> str:
         raise ConfigError("--fields and --stack-groups both say what to take; give one of them.")
     if options.shuffle_rows is not None:
         check_seed(options.shuffle_rows)
-    return convert(
-        _opener(kind, sources, options),
-        target,
-        _layout(options, options.shuffle_rows),
-        workers=options.workers,
-        memory_bytes=options.memory,
-        overwrite=options.overwrite,
-    )
+    return convert(_opener(kind, sources, options), target, options, options.shuffle_rows, options.memory)
 
 
 def make_by(options: MakeOptions) -> str:
     """Make synthetic data as asked and return what the target holds; raises `ConfigError` and `DataError`."""
     source = SyntheticSource(options.field, options.rows, options.classes, options.seed)
-    layout = _layout(options, None)
-    return convert(lambda scratch: source, options.target, layout, workers=options.workers, overwrite=options.overwrite)
-
-
-def _layout(options: Written, shuffle_seed: int | None) -> Layout:
-    filters = parse_filters(options.compression, not options.no_byte_shuffle, options.fletcher32)
-    return Layout(filters, options.chunk_rows, options.chunk_bytes, shuffle_seed)
+    return convert(lambda scratch: source, options.target, options)
 
 
 def _kind(sources: list[str]) -> str:

@@ -37,6 +37,7 @@ class Group:
     """Fields with equal numbers of rows, by number. They have chunks of equal height and are made together."""
 
     fields: tuple[int, ...]
+    row_bytes: int
     num_rows: int
     chunk_rows: int
     task_rows: int
@@ -51,6 +52,11 @@ class Task:
     start: int
     stop: int
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its rows before they are compressed."""
+        return (self.stop - self.start) * self.group.row_bytes
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -64,6 +70,11 @@ class Plan:
     def tasks(self) -> tuple[Task, ...]:
         """All tasks, in the order of the target's rows."""
         return tuple(Task(number, *bounds) for number, bounds in enumerate(self._bounds()))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rows before they are compressed."""
+        return sum(group.num_rows * group.row_bytes for group in self.groups)
 
     def rows(self, task: Task) -> IntArray:
         """Return the source's rows (int64) that become rows [start, stop) of the target."""
@@ -139,7 +150,7 @@ def _group(numbers: tuple[int, ...], fields: list[SourceField], layout: Layout, 
         task_bytes = min(max(TASK_BYTES, read_bytes), most_bytes)
     else:
         task_bytes = most_bytes
-    return Group(numbers, num_rows, chunk_rows, max(1, task_bytes // (row_bytes * chunk_rows)) * chunk_rows)
+    return Group(numbers, row_bytes, num_rows, chunk_rows, max(1, task_bytes // (row_bytes * chunk_rows)) * chunk_rows)
 
 
 def _chunk_rows(largest: SourceField, layout: Layout) -> int:

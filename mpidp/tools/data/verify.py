@@ -16,8 +16,7 @@ from mpidp.hdf5.files.types import HDF5_ERRORS
 from mpidp.printable import listed
 from mpidp.tools.data.options import VerifyOptions
 from mpidp.tools.data.scan import Bad, Finding, Scan, Work, describe_work
-from mpidp.tools.table import size_text
-from mpidp.tools.ticker import Ticker
+from mpidp.tools.table import Ticker, size_text
 from mpidp.world.launch import launch_facts
 from mpidp.world.world import World
 
@@ -167,15 +166,15 @@ def _scan(file: Any, path: str, overview: Overview, scan: Scan, share: tuple[int
     rank, size = share
     total_bytes = sum(work.num_pieces * work.piece_bytes for work in overview.works)
     what = "verifying" if size == 1 else f"verifying (rank 0 of {size})"
-    with Ticker(what, max(1, total_bytes // size), speaks) as ticker:
-        for index, (work, block) in enumerate(_blocks(overview.works)):
-            if index % size != rank:
-                continue
-            dataset = file[work.name]
-            for number in block:
-                if not work.is_missing(number):
-                    scan.read(path, dataset, work, number)
-                ticker.add(work.piece_bytes)
+    ticker = Ticker(what, max(1, total_bytes // size), speaks)
+    for index, (work, block) in enumerate(_blocks(overview.works)):
+        if index % size != rank:
+            continue
+        dataset = file[work.name]
+        for number in block:
+            if not work.is_missing(number):
+                scan.read(path, dataset, work, number)
+            ticker.add(work.piece_bytes)
 
 
 def _blocks(works: tuple[Work, ...]) -> Iterator[tuple[Work, range]]:
