@@ -56,7 +56,7 @@ def chunk_of(path: Path, values: np.ndarray, options: dict[str, Any]) -> tuple[t
     with h5py.File(path, "w") as file:
         dataset = file.create_dataset("x", data=values, chunks=values.shape, **options)
         mask, raw = dataset.id.read_direct_chunk((0,))
-        return filters_of(dataset), mask, raw
+        return filters_of(dataset.id.get_create_plist()), mask, raw
 
 
 @pytest.mark.parametrize("pattern", ["steps", "random"])

@@ -103,8 +103,8 @@ def test_user_blocks_are_told_apart_by_values(tmp_path: Path, monkeypatch: pytes
     usual = same_as_h5py(tmp_path / "a.h5").files[0].storages[0].offsets
     real = locate._chunk_table
 
-    def older(dataset: Any) -> Any:
-        places, facts = real(dataset)
+    def older(*of: Any) -> Any:
+        places, facts = real(*of)
         return places, facts - np.array([2048, 0, 0], np.uint64)
 
     monkeypatch.setattr(locate, "_chunk_table", older)
@@ -316,8 +316,8 @@ def test_what_differs_goes_the_slow_path(tmp_path: Path, monkeypatch: pytest.Mon
         file.create_dataset("x", data=np.arange(64), chunks=(16,))
     real = locate._chunk_table
 
-    def earlier(dataset: Any) -> Any:
-        places, facts = real(dataset)
+    def earlier(*of: Any) -> Any:
+        places, facts = real(*of)
         return places, facts - np.array([8, 0, 0], np.uint64)
 
     monkeypatch.setattr(locate, "_chunk_table", earlier)

@@ -20,7 +20,7 @@ from mpidp.errors import DataError
 from mpidp.hdf5.convert_values import check_castable
 from mpidp.hdf5.dataset import DataSet, Storage, StoredFile
 from mpidp.hdf5.field import SUPPORTED, Decode, Field, Fields, FieldSpec, Packing, field_specs
-from mpidp.hdf5.files.file import Facts, inspect, open_file
+from mpidp.hdf5.files.file import Facts, facts_of, find_dataset, open_file
 from mpidp.hdf5.files.fingerprint import digest
 from mpidp.hdf5.files.locate import locate
 from mpidp.hdf5.files.plain import read_rows
@@ -94,14 +94,14 @@ def _distinct(paths: tuple[str, ...]) -> tuple[str, ...]:
 
 def _describe_file(path: str, specs: Sequence[FieldSpec], allow_holes: bool) -> tuple[StoredFile, tuple[Field, ...]]:
     with open_file(path, cache_bytes=0) as file, damage_told(path):
-        found = [FoundDataset(path, spec, inspect(file, spec.dataset)) for spec in specs]
+        found = [_find(file, path, spec) for spec in specs]
         for each in found:
             each.check(allow_holes)
         num_rows = _common_rows(path, found)
-        located = [_located(file, each) for each in found]
-        homes = [path, *(file[spec.dataset].file.filename for spec in specs)]
-        fields = tuple(each.field(file) for each in found)
-        digests = tuple(digest(file[each.spec.dataset], each.axis) for each in found)
+        located = [_located(each) for each in found]
+        homes = [path, *(each.item.file.filename for each in found)]
+        fields = tuple(each.field() for each in found)
+        digests = tuple(digest(each.item, each.axis) for each in found)
     stored = StoredFile(
         path=path,
         sizes={home: os.path.getsize(home) for home in homes},
@@ -116,9 +116,15 @@ def _describe_file(path: str, specs: Sequence[FieldSpec], allow_holes: bool) -> 
     return stored, fields
 
 
-def _located(file: Any, found: FoundDataset) -> Storage | str:
+def _find(file: Any, path: str, spec: FieldSpec) -> FoundDataset:
+    item = find_dataset(file, spec.dataset)
+    with damage_told(path, spec.dataset):
+        return FoundDataset(path, spec, item, facts_of(item))
+
+
+def _located(found: FoundDataset) -> Storage | str:
     with damage_told(found.path, found.spec.dataset):
-        return locate(file[found.spec.dataset], found.facts.raw, found.axis)
+        return locate(found.item, found.facts.raw, found.axis)
 
 
 def _common_rows(path: str, found: Sequence[FoundDataset]) -> int:
@@ -161,10 +167,11 @@ def _check_same(first: tuple[Field, ...], first_path: str, found: tuple[Field, .
 
 @dataclass(frozen=True)
 class FoundDataset:
-    """A dataset of a file, beside what is to become of it."""
+    """An open dataset `item` of a file, beside what is to become of it."""
 
     path: str
     spec: FieldSpec
+    item: Any
     facts: Facts
 
     @property
@@ -246,9 +253,9 @@ class FoundDataset:
                 stacklevel=2,
             )
 
-    def field(self, file: Any) -> Field:
-        """Return the field; `file` is open, and what `decode` returns is tried on its first sample."""
-        spec, decoded = self.spec, self._decoded_sample(file)
+    def field(self) -> Field:
+        """Return the field; what `decode` returns is tried on its first sample."""
+        spec, decoded = self.spec, self._decoded_sample()
         if decoded is None:
             assert self.facts.raw is not None
             member = self.facts.raw[spec.member] if spec.member else self.facts.raw
@@ -306,13 +313,13 @@ class FoundDataset:
             return False
         return (raw[member] if member else raw).base.newbyteorder("=") in SUPPORTED
 
-    def _decoded_sample(self, file: Any) -> npt.NDArray[Any] | None:
+    def _decoded_sample(self) -> npt.NDArray[Any] | None:
         """Return what `decode` makes of the first sample, or None without `decode`."""
         spec = self.spec
         if spec.decode is None:
             return None
         try:
-            sample = read_rows(file[spec.dataset], spec.member, self.axis, 0, 1)
+            sample = read_rows(self.item, spec.member, self.axis, 0, 1)
         except HDF5_ERRORS as error:
             text = damage_text(self.path, spec.dataset, error)
             raise DataError(f"{text}; its type is {self.facts.type_name}") from error

@@ -102,7 +102,14 @@ def _open(path: str, cache_bytes: int, **options: Any) -> Any:
 
 
 def inspect(file: Any, name: str) -> Facts:
-    """Return the facts of dataset `name` of an open file.
+    """Return the facts of dataset `name` of an open file; raises what `find_dataset` does."""
+    item = find_dataset(file, name)
+    with damage_told(file.filename, name):
+        return facts_of(item)
+
+
+def find_dataset(file: Any, name: str) -> Any:
+    """Return dataset `name` of an open file, open.
 
     Raises `DataError` when there is no such dataset, naming some that there are, and when it is damaged.
     """
@@ -117,10 +124,11 @@ def inspect(file: Any, name: str) -> Facts:
     with damage_told(file.filename, name):
         if not isinstance(item, h5py.Dataset):
             raise DataError(f"{file.filename}: {other_object(file, name, item)}")
-        return _facts(item)
+        return item
 
 
-def _facts(item: Any) -> Facts:
+def facts_of(item: Any) -> Facts:
+    """Return the facts of an open dataset; raises what h5py raises over a damaged one."""
     stored = stored_type(item.id.get_type())
     raw = stored.raw
     dtype = None if raw is None or raw.kind in "VS" else raw.newbyteorder("=")
@@ -181,11 +189,11 @@ def _unknown_filters(dataset: Any) -> tuple[str, ...]:
 
 def unwritten(dataset: Any) -> str:
     """Return which part of the dataset was never written, or ""; HDF5 would invent fill values for it."""
-    if not dataset.shape or 0 in dataset.shape or dataset.is_virtual:
+    shape, chunks = dataset.shape, dataset.chunks
+    if not shape or 0 in shape or dataset.is_virtual:
         return ""
-    if dataset.chunks:
-        heights = zip(dataset.shape, dataset.chunks, strict=True)
-        expected = math.prod(-(-length // height) for length, height in heights)
+    if chunks:
+        expected = math.prod(-(-length // height) for length, height in zip(shape, chunks, strict=True))
         written = dataset.id.get_num_chunks()
         return f"{expected - written} of its {expected} chunks" if written < expected else ""
     return "" if dataset.id.get_storage_size() or dataset.external else "all of it"
