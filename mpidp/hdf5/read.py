@@ -4,7 +4,6 @@ Rows are decoded without HDF5 where `locate` found that they can be, and read by
 not. Both ways give the same values.
 """
 
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -84,21 +83,14 @@ class RowReader:
         self._small = [[_is_small(dataset, file, number, cache_bytes) for number in fields] for file in files]
         self._single = [reads_single_rows(dataset, file, cache_bytes) for file in files]
         self._spans = threading.local()
-        self._pid = os.getpid()
 
     def read(self, piece: Piece, into: Rows) -> None:
         """Fill `into`, which has room for just the rows of `piece`: selected rows [start, stop) of a chunk.
 
-        Raises `DataError` naming file, dataset and rows when they cannot be read, when a value does not fit,
-        and in a process forked from the one that made this reader.
+        Raises `DataError` naming file, dataset and rows when they cannot be read, and when a value does not fit.
         """
         if piece.start == piece.stop:
             return
-        if os.getpid() != self._pid:
-            raise DataError(
-                f"this reader was made in process {self._pid} and is used in its fork {os.getpid()}; files and "
-                "threads shared over a fork give wrong data: read in threads, or make the loader in the child"
-            )
         # The rest of a chunk that is cut between streams will be wanted too.
         is_cut = piece.stop - piece.start < self._heights[piece.chunk]
         if self.selection.split is not None:

@@ -1,11 +1,10 @@
 """Troubles that users of HDF5 loaders reported, each a file made here: exact values, or an error that says what to do.
 
-Held elsewhere: handles and threads shared over a fork (`test_hdf5_file`: a forked child is refused), pickled handles
-(`test_hdf5_file`: chunks follow ... pickles the table), a page read wrongly once and errors of network file systems
-(`test_locate`), files open for writing, truncated, of unequal lengths, scalars, empty datasets, variable lengths,
-references, missing plugins (`test_hdf5_file`: wrong files), lists of indices and byte order (`test_matrix`), unsigned
-integers (`test_convert`), samples along the last axis (`test_field`), never written chunks, offsets beyond 32 bits and
-tables of many chunks (`test_locate`), permutations of 10^10 rows (`test_order`), unequal step counts and padded
+Held elsewhere: pickled handles (`test_hdf5_file`: chunks follow ... pickles the table), a page read wrongly, errors
+of network file systems, never written chunks, offsets beyond 32 bits and tables of many chunks (`test_locate`), files
+open for writing, truncated, of unequal lengths, scalars, empty datasets, variable lengths, references, missing plugins
+(`test_hdf5_file`: wrong files), lists of indices and byte order (`test_matrix`), unsigned integers (`test_convert`),
+samples along the last axis (`test_field`), permutations of 10^10 rows (`test_order`), unequal step counts and padded
 evaluation (`test_modes` on several ranks), growing memory (`test_soak`), large chunks read for single rows
 (`test_budget`), pinned memory (`test_device_copy`), a spawned worker that imports MPI (`test_loader`: an open pass).
 """
@@ -18,7 +17,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -27,31 +25,12 @@ import h5py
 import hdf5plugin
 import numpy as np
 import pytest
+from hdf5_rows import all_rows, write
 
 from mpidp.errors import DataError
 from mpidp.hdf5.field import FieldSpec
 from mpidp.hdf5.files.describe import describe
 from mpidp.hdf5.loader import HDF5Loader
-from mpidp.hdf5.read import RowReader, Selection
-
-
-def write(path: Path, **datasets: Any) -> Path:
-    with h5py.File(path, "w") as file:
-        for name, values in datasets.items():
-            file[name] = values
-    return path
-
-
-def all_rows(path: Path | list[Path], field: str | FieldSpec = "x", **options: Any) -> np.ndarray:
-    """Every row of one field, file after file."""
-    dataset = describe(path, (field,), **options)
-    found = []
-    with closing(RowReader(Selection(dataset))) as reader:
-        for number, file in enumerate(dataset.files):
-            into = np.empty((file.num_rows, *dataset.fields[0].shape), dataset.fields[0].dtype)
-            reader.read_field(number, 0, 0, file.num_rows, into)
-            found.append(into)
-    return np.concatenate(found)
 
 
 def _next_in_child(batches: Any, results: Any) -> None:
@@ -187,36 +166,19 @@ def test_external_storage(tmp_path: Path) -> None:
         describe(tmp_path / "a.h5", ("x",))
 
 
-def _loop(file: h5py.File) -> None:
-    file["a"], file["b"] = h5py.SoftLink("/b"), h5py.SoftLink("/a")
-    file["x"] = h5py.SoftLink("/a")
-
-
-def _link_in_a_group(file: h5py.File) -> None:
-    file["real"], file["x"] = h5py.ExternalLink("there.h5", "/group"), h5py.SoftLink("/real/gone")
-
-
-def _no_such_object(file: h5py.File) -> None:
-    file["x"] = h5py.ExternalLink("there.h5", "/gone")
-
-
-def _not_hdf5(file: h5py.File) -> None:
-    file["x"] = h5py.ExternalLink("text.txt", "/x")
-
-
-def _folder(file: h5py.File) -> None:
-    file["x"] = h5py.ExternalLink(".", "/x")
-
-
-LINKS: dict[str, tuple[Any, str]] = {
-    "in a circle": (_loop, r'x is a link to "/a"'),
-    "through a group elsewhere": (_link_in_a_group, r'x is a link to "/real/gone", which does not exist'),
-    "no such object": (_no_such_object, r'x is an external link to "/gone" in there\.h5'),
+SOFT, ELSEWHERE = h5py.SoftLink, h5py.ExternalLink
+LINKS: dict[str, tuple[dict[str, Any], str]] = {
+    "in a circle": ({"a": SOFT("/b"), "b": SOFT("/a"), "x": SOFT("/a")}, r'x is a link to "/a"'),
+    "through a group elsewhere": (
+        {"real": ELSEWHERE("there.h5", "/group"), "x": SOFT("/real/gone")},
+        r'x is a link to "/real/gone", which does not exist',
+    ),
+    "no such object": ({"x": ELSEWHERE("there.h5", "/gone")}, r'x is an external link to "/gone" in there\.h5'),
     "not HDF5": (
-        _not_hdf5,
+        {"x": ELSEWHERE("text.txt", "/x")},
         r'x is an external link to "/x" in text\.txt, which cannot be opened from .*put that file there',
     ),
-    "a folder": (_folder, r'x is an external link to "/x" in \.'),
+    "a folder": ({"x": ELSEWHERE(".", "/x")}, r'x is an external link to "/x" in \.'),
 }
 
 
@@ -225,11 +187,9 @@ def test_links_that_lead_nowhere(tmp_path: Path, case: str) -> None:
     """The link, its target and the folder that was searched are named."""
     write(tmp_path / "there.h5", **{"group/y": np.arange(3)})
     (tmp_path / "text.txt").write_text("no HDF5 file at all")
-    make, text = LINKS[case]
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        make(file)
+    links, text = LINKS[case]
     with pytest.raises(DataError, match=f'a.h5: "x" cannot be reached: /{text}'):
-        describe(tmp_path / "a.h5", ("x",))
+        describe(write(tmp_path / "a.h5", **links), ("x",))
 
 
 def test_no_such_object_in_a_group(tmp_path: Path) -> None:

@@ -116,21 +116,6 @@ def test_a_chunk_of_another_size(tmp_path: Path) -> None:
         undo(np.frombuffer(raw, np.uint8), filters, mask, 72, Scratch(), None)
 
 
-SLOW: dict[str, tuple[dict[str, Any], str]] = {
-    "scaleoffset": ({"scaleoffset": 0}, "filter scaleoffset is undone by HDF5 only"),
-    "blosc2": (dict(hdf5plugin.Blosc2()), "filter blosc2.* is undone by HDF5 only"),
-    "bzip2": (dict(hdf5plugin.BZip2()), "filter bzip2.* is undone by HDF5 only"),
-}
-
-
-@pytest.mark.parametrize("name", SLOW)
-def test_what_is_left_to_hdf5(tmp_path: Path, name: str) -> None:
-    options, text = SLOW[name]
-    filters, _, _ = chunk_of(tmp_path / "a.h5", np.arange(100), options)
-    with pytest.raises(AssertionError, match=text):
-        raise AssertionError(obstacle(filters))
-
-
 def test_blocks_of_no_bytes() -> None:
     """Behaviour 56: sizes that a chunk gives of its own blocks are checked before there is a loop over them."""
     step = Filter(32008, "bitshuffle", (0, 4, 4, 0, 2))

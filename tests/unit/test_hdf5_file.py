@@ -1,78 +1,26 @@
-"""What `describe` says of HDF5 files, right and wrong ones, and what `PlainReader` and `RowReader` read."""
+"""What `describe` says of HDF5 files, right and wrong ones, and what is read of them."""
 
 import errno
-import fcntl
 import os
 import pickle
 from collections.abc import Callable
-from contextlib import closing
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
+from hdf5_rows import all_rows, read_rows, write
 
 from mpidp.errors import DataError
-from mpidp.hdf5.dataset import DataSet
 from mpidp.hdf5.files import file as file_module
 from mpidp.hdf5.files.describe import check_present, describe
 from mpidp.hdf5.files.plain import PlainReader
-from mpidp.hdf5.order.plan import Piece
-from mpidp.hdf5.read import RowReader, Selection
-
-DTYPES = ["?", "i1", "<i2", ">i4", "i8", "u1", ">u2", "u4", "u8", "<f2", ">f4", "f8", "c8", ">c16"]
-STORAGE: dict[str, dict[str, Any]] = {
-    "contiguous": {},
-    "chunked": {"chunks": (4, 3)},
-    "gzip": {"chunks": (4, 2), "compression": "gzip", "shuffle": True},
-    "lzf-fletcher": {"chunks": (3, 3), "compression": "lzf", "fletcher32": True},
-    "one row": {"chunks": (1, 3), "compression": "gzip"},
-    "larger than the data": {"chunks": (64, 3), "maxshape": (None, 3)},
-}
-
-
-def make(path: Path, **datasets: Any) -> Path:
-    """Write datasets: arrays, or pairs of an array and keywords of create_dataset."""
-    with h5py.File(path, "w") as file:
-        for name, given in datasets.items():
-            data, options = given if isinstance(given, tuple) else (given, {})
-            file.create_dataset(name, data=data, **options)
-    return path
-
-
-def read_rows(dataset: DataSet, start: int, stop: int, number: int = 0) -> np.ndarray:
-    """Rows of one field of the first file, as batches hold them."""
-    field = dataset.fields[number]
-    into = np.empty((stop - start, *field.shape), field.dtype)
-    with closing(RowReader(Selection(dataset))) as reader:
-        reader.read_field(0, number, start, stop, into)
-    return into
-
-
-@pytest.mark.parametrize("storage", STORAGE)
-@pytest.mark.parametrize("code", DTYPES)
-def test_reads_what_h5py_reads(tmp_path: Path, code: str, storage: str) -> None:
-    """Behaviour 27: dtype x layout x filter x edge chunk."""
-    values = (np.arange(10 * 3) % 100).reshape(10, 3).astype(code)
-    dataset = describe(make(tmp_path / "a.h5", x=(values, STORAGE[storage])), ("x",))
-    field = dataset.fields[0]
-    assert dataset.files[0].slow == ("",)
-    for start, stop in ((0, 10), (2, 5), (9, 10)):
-        np.testing.assert_array_equal(read_rows(dataset, start, stop), values[start:stop])
-    assert field.dtype.isnative
-    reader = PlainReader(dataset)
-    found = reader.read(0, field, 2, 5)
-    np.testing.assert_array_equal(found, values[2:5])
-    reader.close()
-    wider = {"u2": "i4", "u4": "i8", "u8": "i8"}
-    assert field.dtype == np.dtype(wider.get(code.lstrip("<>"), code)).newbyteorder("=")
 
 
 def test_widening_keeps_large_values(tmp_path: Path) -> None:
     """Behaviour 27: unsigned values never wrap; those too large for int64 are refused, naming the rows."""
-    path = make(
+    path = write(
         tmp_path / "a.h5",
         small=np.array([0, 65535], "u2"),
         medium=np.array([0, 2**32 - 1], "u4"),
@@ -80,17 +28,17 @@ def test_widening_keeps_large_values(tmp_path: Path) -> None:
         wrapped=np.array([2**63 - 1, 2**63], "u8"),
     )
     dataset = describe(path, ("small", "medium", "large", "wrapped"))
-    assert read_rows(dataset, 0, 2, 0).tolist() == [0, 65535]
-    assert read_rows(dataset, 0, 2, 1).tolist() == [0, 2**32 - 1]
-    assert read_rows(dataset, 0, 2, 2).tolist() == [2**63 - 1, 0]
+    assert read_rows(dataset, number=0).tolist() == [0, 65535]
+    assert read_rows(dataset, number=1).tolist() == [0, 2**32 - 1]
+    assert read_rows(dataset, number=2).tolist() == [2**63 - 1, 0]
     with pytest.raises(DataError, match=r'"wrapped", rows 0 to 1: holds 9223372036854775808.*int64'):
-        read_rows(dataset, 0, 2, 3)
+        read_rows(dataset, number=3)
 
 
 def test_chunks_follow_the_field_with_most_bytes(tmp_path: Path) -> None:
     y = (np.zeros(10, "i1"), {"chunks": (7,)})
     x = (np.zeros((10, 3000)), {"chunks": (4, 2000)})
-    dataset = describe([make(tmp_path / "a.h5", x=x, y=y), make(tmp_path / "b.h5", x=x, y=y)], ("y", "x"))
+    dataset = describe([write(tmp_path / "a.h5", x=x, y=y), write(tmp_path / "b.h5", x=x, y=y)], ("y", "x"))
     assert dataset.chunk_rows.tolist() == [4, 4, 2, 4, 4, 2]
     assert dataset.chunk_starts.tolist() == [0, 4, 8, 10, 14, 18]
     assert [dataset.file_of(row) for row in (0, 9, 10, 19)] == [(0, 0), (0, 9), (1, 0), (1, 9)]
@@ -115,7 +63,7 @@ def test_small_chunks_are_read_several_at_a_time(tmp_path: Path, rows: int, chun
 
 
 def _truncated(path: Path) -> None:
-    make(path, x=np.zeros(5000))
+    write(path, x=np.zeros(5000))
     os.truncate(path, os.path.getsize(path) - 1234)
 
 
@@ -169,7 +117,7 @@ def _still_open(path: Path) -> None:
 
 
 def _holds(**datasets: Any) -> Callable[[Path], Any]:
-    return lambda path: make(path, **datasets)
+    return lambda path: write(path, **datasets)
 
 
 WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -215,28 +163,22 @@ def test_wrong_files(tmp_path: Path, case: str) -> None:
 
 def test_lengths_differ(tmp_path: Path) -> None:
     """Behaviour 29: all fields are named with their lengths."""
-    path = make(tmp_path / "a.h5", x=np.zeros((5, 2)), y=np.zeros(4), z=np.zeros(5))
+    path = write(tmp_path / "a.h5", x=np.zeros((5, 2)), y=np.zeros(4), z=np.zeros(5))
     with pytest.raises(DataError, match='"x" has 5, "y" has 4, "z" has 5'):
         describe(path, ("x", "y", "z"))
 
 
 @pytest.mark.parametrize("other", [np.zeros((3, 2), "f4"), np.zeros((3, 4), "f8")])
 def test_files_of_one_data_set_must_agree(tmp_path: Path, other: np.ndarray) -> None:
-    first, second = make(tmp_path / "a.h5", x=np.zeros((3, 2))), make(tmp_path / "b.h5", x=other)
+    first, second = write(tmp_path / "a.h5", x=np.zeros((3, 2))), write(tmp_path / "b.h5", x=other)
     with pytest.raises(DataError, match=r'(?s)"x" is float64 of shape \(2,\).*a\.h5.*b\.h5'):
         describe([first, second], ("x",))
 
 
 def test_files_may_differ_in_byte_order_and_layout(tmp_path: Path) -> None:
-    first = make(tmp_path / "a.h5", x=np.arange(3, dtype=">i4"))
-    second = make(tmp_path / "b.h5", x=(np.arange(3, dtype="<i4"), {"chunks": (2,)}))
-    dataset = describe([first, second], ("x",))
-    assert dataset.num_rows == 6
-    with closing(RowReader(Selection(dataset))) as reader:
-        into = np.empty((2, 3), "i4")
-        reader.read_field(0, 0, 0, 3, into[0])
-        reader.read_field(1, 0, 0, 3, into[1])
-    assert into.tolist() == [[0, 1, 2]] * 2
+    first = write(tmp_path / "a.h5", x=np.arange(3, dtype=">i4"))
+    second = write(tmp_path / "b.h5", x=(np.arange(3, dtype="<i4"), {"chunks": (2,)}))
+    assert all_rows([first, second]).tolist() == [0, 1, 2] * 2
 
 
 def test_enumerations_are_their_numbers(tmp_path: Path) -> None:
@@ -248,7 +190,7 @@ def test_enumerations_are_their_numbers(tmp_path: Path) -> None:
 
 
 def test_paths_and_fields_that_cannot_be(tmp_path: Path) -> None:
-    path = make(tmp_path / "a.h5", x=[1])
+    path = write(tmp_path / "a.h5", x=[1])
     with pytest.raises(DataError, match="no file was given"):
         describe([], ("x",))
     with pytest.raises(DataError, match=r"a\.h5: given more than once"):
@@ -263,7 +205,7 @@ def test_paths_and_fields_that_cannot_be(tmp_path: Path) -> None:
 
 def test_permission_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behaviour 29. Tests may run as root, who is never refused, so HDF5's answer is played back."""
-    path = make(tmp_path / "a.h5", x=[1])
+    path = write(tmp_path / "a.h5", x=[1])
 
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError(errno.EACCES, "unable to open file")
@@ -273,34 +215,15 @@ def test_permission_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         describe(path, ("x",))
 
 
-def test_matlab_files_are_announced(tmp_path: Path) -> None:
-    path = make(tmp_path / "a.h5", x=np.zeros((2, 9)))
-    with h5py.File(path, "a") as file:
-        file["x"].attrs["MATLAB_class"] = np.bytes_("double")
-    with pytest.warns(UserWarning, match=r'"x" was written by MATLAB \(double\): its axes are reversed'):
-        describe(path, ("x",))
-
-
-def test_describe_needs_no_lock_and_leaves_nothing_open(tmp_path: Path) -> None:
-    """Behaviour 29: a file that another program has locked can be used."""
-    path = make(tmp_path / "a.h5", x=[1])
-    with path.open("rb") as locked:
-        fcntl.flock(locked, fcntl.LOCK_EX)
-        with pytest.raises(OSError, match="unable to lock file"):
-            h5py.File(path, locking=True)
-        describe(path, ("x",))
-    assert not _open_descriptors(path)
-
-
 @pytest.mark.parametrize("locking", [None, False])
 def test_the_users_program_may_have_the_file_open(tmp_path: Path, locking: bool | None) -> None:
-    path = make(tmp_path / "a.h5", x=[1])
+    path = write(tmp_path / "a.h5", x=[1])
     with h5py.File(path, locking=locking) as file:
         assert describe(path, ("x",)).num_rows == len(file["x"])
 
 
 def test_other_nodes_must_see_the_same_file(tmp_path: Path) -> None:
-    path = make(tmp_path / "a.h5", x=[1])
+    path = write(tmp_path / "a.h5", x=[1])
     dataset = describe(path, ("x",))
     check_present(dataset)
     os.truncate(path, 100)
@@ -313,7 +236,7 @@ def test_other_nodes_must_see_the_same_file(tmp_path: Path) -> None:
 
 def test_few_files_stay_open(tmp_path: Path) -> None:
     """Behaviour 28: the number of open files is bounded, whatever the number of files."""
-    paths = [make(tmp_path / f"{number}.h5", x=[number]) for number in range(9)]
+    paths = [write(tmp_path / f"{number}.h5", x=[number]) for number in range(9)]
     dataset = describe(paths, ("x",))
     reader = PlainReader(dataset, most_open=3)
     for number in [*range(9), *range(9)]:
@@ -357,7 +280,7 @@ def test_errors_that_may_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int, error: OSError, works: bool
 ) -> None:
     """Behaviour 29: bounded retries for errors of the network, then file, dataset and rows are named."""
-    dataset = describe(make(tmp_path / "a.h5", x=[5, 6]), ("x",))
+    dataset = describe(write(tmp_path / "a.h5", x=[5, 6]), ("x",))
     pauses: list[float] = []
     monkeypatch.setattr("mpidp.hdf5.decode.time.sleep", pauses.append)
     monkeypatch.setattr("mpidp.hdf5.files.plain.open_apart", _Flaky(failures, error))
@@ -374,7 +297,7 @@ def test_errors_that_may_pass(
 def test_damaged_chunk_is_named(tmp_path: Path) -> None:
     """Behaviour 29: a chunk that cannot be decompressed."""
     values = np.random.default_rng(0).normal(size=(64, 1024))
-    path = make(tmp_path / "a.h5", x=(values, {"chunks": (16, 1024), "compression": "gzip"}))
+    path = write(tmp_path / "a.h5", x=(values, {"chunks": (16, 1024), "compression": "gzip"}))
     with h5py.File(path) as file:
         chunk = file["x"].id.get_chunk_info(1)
     with path.open("r+b") as raw:
@@ -384,29 +307,6 @@ def test_damaged_chunk_is_named(tmp_path: Path) -> None:
     assert read_rows(dataset, 0, 16).shape == (16, 1024)
     with pytest.raises(DataError, match=r'"x", rows 16 to 31: chunk at byte .*a\.h5: filter deflate cannot be undone'):
         read_rows(dataset, 16, 32)
-
-
-def _read_in_child(reader: RowReader, results: Any) -> None:
-    try:
-        reader.read(Piece(0, 0, 1), reader.empty(1))
-    except DataError as error:
-        results.put(str(error))
-    else:
-        results.put("was read")
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_is_refused(tmp_path: Path) -> None:
-    """Files and threads shared over a fork give wrong data."""
-    reader = RowReader(Selection(describe(make(tmp_path / "a.h5", x=[5, 6]), ("x",))))
-    reader.read(Piece(0, 0, 1), reader.empty(1))
-    context = get_context("fork")
-    results = context.SimpleQueue()
-    child = context.Process(target=_read_in_child, args=(reader, results))
-    child.start()
-    assert f"made in process {os.getpid()}" in results.get()
-    child.join()
-    reader.close()
 
 
 def _open_descriptors(under: Path) -> list[str]:

@@ -9,43 +9,14 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from hdf5_rows import all_rows, low_level, read_rows, same_as_h5py
 
 from mpidp.errors import DataError
 from mpidp.hdf5 import decode
-from mpidp.hdf5.dataset import DataSet
 from mpidp.hdf5.decode import RawFiles
 from mpidp.hdf5.field import FieldSpec
 from mpidp.hdf5.files import locate
 from mpidp.hdf5.files.describe import describe
-from mpidp.hdf5.read import RowReader, Selection
-
-
-def same_as_h5py(path: Path, spec: FieldSpec | str = "x", **options: Any) -> DataSet:
-    """Describe a file; check all of its rows, and some ranges of them, against h5py; return what was found."""
-    dataset = describe(path, (spec,), **options)
-    field = dataset.fields[0]
-    with h5py.File(path) as file:
-        expected = np.moveaxis(file[field.dataset][()], field.axis, 0)
-    rows = dataset.num_rows
-    with closing(RowReader(Selection(dataset))) as reader:
-        for start, stop in {(0, rows), (rows // 3, rows), (rows // 2, rows // 2 + 1), (0, max(1, rows - 1))}:
-            into = np.empty((stop - start, *field.shape), field.dtype)
-            reader.read_field(0, 0, start, stop, into)
-            np.testing.assert_array_equal(into, expected[start:stop].astype(field.dtype))
-    return dataset
-
-
-def low_level(path: Path, kind: Any, shape: tuple[int, ...], values: Any = None, **settings: Any) -> Path:
-    """Write one dataset through the low-level interface; `settings` are calls on its creation property list."""
-    with h5py.File(path, "w") as file:
-        plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        for name, arguments in settings.items():
-            getattr(plist, name)(*arguments)
-        dataset = h5py.Dataset(h5py.h5d.create(file.id, b"x", kind, h5py.h5s.create_simple(shape), plist))
-        if values is not None:
-            dataset[...] = values
-    return path
-
 
 # Each kind of index that HDF5 keeps of its chunks.
 INDICES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -77,15 +48,10 @@ def test_chunk_indices(tmp_path: Path, index: str, user_block: int) -> None:
 
 def test_implicit_index(tmp_path: Path) -> None:
     """Chunks that lie one after another, with no index at all: allocated early, of fixed number, without filters."""
-    with h5py.File(tmp_path / "a.h5", "w", libver="latest") as file:
-        plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        plist.set_chunk((3, 4))
-        plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-        space = h5py.h5s.create_simple((50, 10))
-        h5py.Dataset(h5py.h5d.create(file.id, b"x", h5py.h5t.STD_I32BE, space, plist))[...] = np.arange(500).reshape(
-            50, 10
-        )
-    assert same_as_h5py(tmp_path / "a.h5").files[0].slow == ("",)
+    early = {"set_chunk": ((3, 4),), "set_alloc_time": (h5py.h5d.ALLOC_TIME_EARLY,)}
+    values = np.arange(500).reshape(50, 10)
+    path = low_level(tmp_path / "a.h5", h5py.h5t.STD_I32BE, (50, 10), values, "latest", **early)
+    assert same_as_h5py(path).files[0].slow == ("",)
 
 
 def test_index_with_many_pages(tmp_path: Path) -> None:
@@ -154,10 +120,7 @@ def test_compact_values_need_no_file(tmp_path: Path) -> None:
     )
     dataset = same_as_h5py(path)
     path.unlink()
-    into = np.empty((6, 2), "i2")
-    with closing(RowReader(Selection(dataset))) as reader:
-        reader.read_field(0, 0, 0, 6, into)
-    np.testing.assert_array_equal(into, np.arange(12).reshape(6, 2))
+    np.testing.assert_array_equal(read_rows(dataset), np.arange(12).reshape(6, 2))
 
 
 def test_external_links(tmp_path: Path) -> None:
@@ -282,8 +245,7 @@ def test_padding_of_strings(tmp_path: Path, padding: str) -> None:
 
     dataset = describe(path, (FieldSpec("x", decode=decode),))
     seen.clear()
-    with closing(RowReader(Selection(dataset))) as reader:
-        reader.read_field(0, 0, 0, 3, np.empty(3))
+    read_rows(dataset)
     assert seen == expected
 
 
@@ -341,11 +303,7 @@ def test_a_writer_in_the_same_process(tmp_path: Path, flush: bool) -> None:
         if flush:
             file.flush()
         x[40_000:50_000] = 7
-        dataset = describe(tmp_path / "a.h5", ("x",))
-        into = np.empty(100_000)
-        with closing(RowReader(Selection(dataset))) as reader:
-            reader.read_field(0, 0, 0, 100_000, into)
-        np.testing.assert_array_equal(into, x[:])
+        np.testing.assert_array_equal(all_rows(tmp_path / "a.h5"), x[:])
 
 
 def test_a_dataset_that_shrank_and_grew(tmp_path: Path) -> None:
@@ -372,10 +330,7 @@ def test_rows_behind_four_gibibytes(tmp_path: Path) -> None:
     assert os.stat(path).st_size > 2**32 and os.stat(path).st_blocks * 512 < 2**28
     dataset = describe(path, ("x",))
     assert dataset.files[0].slow == ("",)
-    into = np.empty((2, 2**20), "u1")
-    with closing(RowReader(Selection(dataset))) as reader:
-        reader.read_field(0, 0, 4997, 4999, into)
-    np.testing.assert_array_equal(into, [np.zeros(2**20), np.arange(2**20) % 251])
+    np.testing.assert_array_equal(read_rows(dataset, 4997, 4999), [np.zeros(2**20), np.arange(2**20) % 251])
 
 
 def test_few_descriptors(tmp_path: Path) -> None:
@@ -417,15 +372,12 @@ def test_read_errors_that_may_pass(
     monkeypatch.setattr("mpidp.hdf5.decode.os.preadv", read)
     monkeypatch.setattr("mpidp.hdf5.decode.os.open", lambda *a: opened.append(a) or real_open(*a))
     monkeypatch.setattr("mpidp.hdf5.decode.time.sleep", pauses.append)
-    into = np.empty(10, "i8")
-    with closing(RowReader(Selection(dataset))) as reader:
-        if works:
-            reader.read_field(0, 0, 0, 10, into)
-            assert into.tolist() == list(range(10)) and len(opened) == failures + 1 == len(pauses) + 1
-        else:
-            with pytest.raises(DataError, match=r'a\.h5: dataset "x", rows 0 to 9: \[Errno 5\]'):
-                reader.read_field(0, 0, 0, 10, into)
-            assert len(pauses) <= 3
+    if works:
+        assert read_rows(dataset).tolist() == list(range(10)) and len(opened) == failures + 1 == len(pauses) + 1
+    else:
+        with pytest.raises(DataError, match=r'a\.h5: dataset "x", rows 0 to 9: \[Errno 5\]'):
+            read_rows(dataset)
+        assert len(pauses) <= 3
 
 
 def test_a_page_that_was_wrong_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,7 +395,4 @@ def test_a_page_that_was_wrong_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return count
 
     monkeypatch.setattr("mpidp.hdf5.decode.os.preadv", read)
-    into = np.empty(10, "i8")
-    with closing(RowReader(Selection(dataset))) as reader:
-        reader.read_field(0, 0, 0, 10, into)
-    assert into.tolist() == list(range(10)) and turns[0] >= 2
+    assert read_rows(dataset).tolist() == list(range(10)) and turns[0] >= 2
