@@ -1,12 +1,17 @@
 """What several MPI tests need: the same data everywhere, a rank's share of it, and comparisons over ranks."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import mpidp
+from mpidp.reduce.buckets import Buckets
+from mpidp.reduce.choice import REDUCERS
+from mpidp.reduce.reducer import ReducerOptions
+
+SUMMING = [name for name in REDUCERS if name != "null"]
 
 ROWS = 12  # divisible by 1, 2, 3 and 4: the plain mean over ranks is the mean over rows
 
@@ -40,6 +45,39 @@ def same_bits(world: mpidp.World, tensors: Iterable[Tensor]) -> bool:
     """Whether all ranks hold the same bits. Collective."""
     mine = [tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors]
     return all(theirs == mine for theirs in world.comm.allgather(mine))
+
+
+class Means:
+    """Gradients of this rank go in, their means by a reducer come out, step by step in the same buckets."""
+
+    def __init__(
+        self,
+        world: mpidp.World,
+        name: str,
+        like: Sequence[Tensor],
+        options: ReducerOptions | None = None,
+        bucket_bytes: int = 2000,
+    ) -> None:
+        self.reducer = REDUCERS[name](world, options or ReducerOptions())
+        parameters = [nn.Parameter(torch.zeros_like(each)) for each in like]
+        self.buckets = Buckets(parameters, bucket_bytes, self.reducer.allocate)
+
+    def __call__(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """As autograd and the wrapper do it. Collective."""
+        parameters = self.buckets.parameters
+        for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+            parameter.grad = None
+            self.buckets.expect(index)
+            parameter.grad.add_(gradient)  # type: ignore[union-attr]
+        self.reduce()
+        return [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
+
+    def reduce(self) -> None:
+        """Whatever gradients there are. Collective."""
+        for bucket in self.buckets.buckets:
+            self.buckets.pack(bucket)
+            self.reducer.mean(bucket)
+            self.buckets.unpack(bucket)
 
 
 class CountedMean:

@@ -2,15 +2,11 @@
 
 import pytest
 import torch
-from mpi_helpers import batch, same_bits, share, small_model
+from mpi_helpers import SUMMING, batch, same_bits, share, small_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mpidp
-from mpidp.models.gpt import gpt
-from mpidp.reduce.choice import REDUCERS
-
-SUMMING = [name for name in REDUCERS if name != "null"]
 
 
 def train(world: mpidp.World, reducer: str, overlap: bool) -> list[Tensor]:
@@ -55,30 +51,6 @@ def test_buckets_leave_before_backward_is_over(world: mpidp.World) -> None:
     model.unwrap()
 
 
-def test_parameters_used_on_some_ranks_only(world: mpidp.World) -> None:
-    """Behaviour 14, with overlap: a bucket that is never complete goes when backward is over."""
-
-    class Branch(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.always, self.sometimes, self.never = (nn.Linear(5, 3).double() for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            output = self.always(x)
-            return output + self.sometimes(x) if world.rank == 0 else output
-
-    torch.manual_seed(0)
-    model = mpidp.DataParallel(Branch(), world, reducer="flat", bucket_bytes=100, overlap=True)
-    for step in range(3):
-        x, y = (share(world, part) for part in batch(step))
-        (model(x) - y).square().mean().backward()
-        assert model.module.never.weight.grad is None
-        assert model.module.sometimes.weight.grad is not None
-        assert same_bits(world, [p.grad for p in model.parameters() if p.grad is not None])
-        model.zero_grad()
-    model.unwrap()
-
-
 def test_an_error_in_the_thread_is_raised_in_training_on_every_rank(world: mpidp.World) -> None:
     model = mpidp.DataParallel(small_model(), world, reducer="flat", bucket_bytes=100, overlap=True)
     pack = model.buckets.pack
@@ -116,22 +88,6 @@ def test_gradients_that_come_twice_are_an_error(world: mpidp.World) -> None:
     x = batch(0)[0].requires_grad_()
     with pytest.raises(RuntimeError, match="second gradient"):
         model(x).sum().backward()
-
-
-def test_a_language_model(world: mpidp.World) -> None:
-    """Tied embeddings, many buckets, float32."""
-    results = []
-    for overlap in (False, True):
-        torch.manual_seed(0)
-        model = mpidp.DataParallel(
-            gpt(context=16, layers=2, heads=2, width=32), world, reducer="node", bucket_bytes=20000, overlap=overlap
-        )
-        tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(world.rank))
-        logits = model(tokens[:, :-1])
-        nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-        results.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
-        model.unwrap()
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 def test_two_wrappers_reduce_at_once(world: mpidp.World) -> None:

@@ -4,15 +4,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from mpi_helpers import same_bits
-from torch import Tensor, nn
+from mpi_helpers import SUMMING, Means, same_bits
+from torch import Tensor
 
 import mpidp
-from mpidp.reduce.buckets import Buckets
-from mpidp.reduce.choice import REDUCERS
 from mpidp.reduce.reducer import ReducerOptions
 
-SUMMING = [name for name in REDUCERS if name != "null"]
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64]
 SHAPES = [(), (1,), (7,), (3, 5), (2, 3, 5), (0,), (1025,)]
 
@@ -31,23 +28,14 @@ def reduce_steps(
     bucket_bytes: int = 2000,
     piece_bytes: int = 1 << 20,
 ) -> list[list[Tensor]]:
-    """The gradients after each of some steps under one reducer, as autograd and an optimizer would do it."""
-    reducer = REDUCERS[name](world, ReducerOptions(piece_bytes=piece_bytes))
-    parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
-    buckets = Buckets(parameters, bucket_bytes, reducer.allocate)
-    results = []
-    for step in range(steps):
-        for index, parameter in enumerate(parameters):
-            parameter.grad = None
-            buckets.expect(index)
-            assert parameter.grad is not None
-            parameter.grad.add_(make(step, index).to(dtype).expand_as(parameter))
-        for bucket in buckets.buckets:
-            buckets.pack(bucket)
-            reducer.mean(bucket)
-            buckets.unpack(bucket)
-        results.append([parameter.grad.clone() for parameter in parameters if parameter.grad is not None])
-    assert buckets.copies == 0
+    """The gradients after each of some steps under one reducer."""
+    like = [torch.zeros(shape, dtype=dtype) for shape in SHAPES]
+    means = Means(world, name, like, ReducerOptions(piece_bytes=piece_bytes), bucket_bytes)
+    results = [
+        means([make(step, index).to(dtype).expand_as(each) for index, each in enumerate(like)]) for step in range(steps)
+    ]
+    assert means.buckets.copies == 0
+    means.reducer.close()
     return results
 
 
@@ -86,33 +74,27 @@ def test_random_gradients_against_arithmetic(world: mpidp.World, name: str, dtyp
 
 
 @each_reducer
-@pytest.mark.parametrize("dtype, bucket_bytes", [*((dtype, 1 << 20) for dtype in DTYPES), (torch.float32, 1)], ids=str)
-def test_equals_naive(world: mpidp.World, name: str, dtype: torch.dtype, bucket_bytes: int) -> None:
-    """Behaviour 2: however parameters are dealt into buckets; and all ranks hold the same bits (8)."""
+@pytest.mark.parametrize(
+    "dtype, bucket_bytes, piece_bytes",
+    [
+        *((dtype, 1 << 20, piece_bytes) for dtype in DTYPES for piece_bytes in (1 << 20, 1001)),
+        (torch.float32, 1, 1 << 20),
+    ],
+    ids=str,
+)
+def test_equals_naive(world: mpidp.World, name: str, dtype: torch.dtype, bucket_bytes: int, piece_bytes: int) -> None:
+    """Behaviours 2 and 8: however parameters are dealt into buckets; and all ranks hold the same bits.
+
+    Behaviour 5 on a small scale: pieces of 1001 bytes stand for those of 2^30, and 1025 elements for 2^31.
+    """
 
     def make(step: int, index: int) -> Tensor:
         return random_gradient(world.rank, step, index, dtype)
 
     (specified,) = reduce_steps(world, "naive", dtype, make)
-    (found,) = reduce_steps(world, name, dtype, make, bucket_bytes=bucket_bytes)
+    (found,) = reduce_steps(world, name, dtype, make, 1, bucket_bytes, piece_bytes)
     eps = torch.finfo(dtype).eps
     for expected, mean in zip(specified, found, strict=True):
-        torch.testing.assert_close(mean, expected, rtol=2 * eps, atol=world.size * eps)
-    assert same_bits(world, found)
-
-
-@each_reducer
-@each_dtype
-def test_pieces(world: mpidp.World, name: str, dtype: torch.dtype) -> None:
-    """Behaviour 5, on a small scale: pieces of 1001 bytes stand for those of 2^30, and 1025 elements for 2^31."""
-
-    def make(step: int, index: int) -> Tensor:
-        return random_gradient(world.rank, step, index, dtype)
-
-    (whole,) = reduce_steps(world, "naive", dtype, make)
-    (found,) = reduce_steps(world, name, dtype, make, bucket_bytes=1 << 20, piece_bytes=1001)
-    eps = torch.finfo(dtype).eps
-    for expected, mean in zip(whole, found, strict=True):
         torch.testing.assert_close(mean, expected, rtol=2 * eps, atol=world.size * eps)
     assert same_bits(world, found)
 
@@ -144,10 +126,9 @@ def test_not_finite_on_one_rank_reaches_all(world: mpidp.World, name: str, value
 @each_reducer
 def test_strange_gradients_are_taken_in(world: mpidp.World, name: str) -> None:
     """Behaviour 3: expanded, transposed and channels_last gradients that somebody assigned."""
-    reducer = REDUCERS[name](world, ReducerOptions())
-    parameters = [nn.Parameter(torch.zeros(shape)) for shape in [(3, 5), (4, 6), (2, 3, 4, 4)]]
-    parameters.append(nn.Parameter(torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)))
-    buckets = Buckets(parameters, 1 << 20, reducer.allocate)
+    like = [torch.zeros(shape) for shape in [(3, 5), (4, 6), (2, 3, 4, 4)]]
+    means = Means(world, name, [*like, like[2].to(memory_format=torch.channels_last)], bucket_bytes=1 << 20)
+    parameters = means.buckets.parameters
     images = torch.arange(96.0).view(2, 3, 4, 4)
     local = [
         torch.tensor(1.0).expand(3, 5),
@@ -157,10 +138,7 @@ def test_strange_gradients_are_taken_in(world: mpidp.World, name: str) -> None:
     ]
     for parameter, gradient in zip(parameters, local, strict=True):
         parameter.grad = gradient * (world.rank + 1) if gradient.stride() != (0, 0) else gradient
-    for bucket in buckets.buckets:
-        buckets.pack(bucket)
-        reducer.mean(bucket)
-        buckets.unpack(bucket)
+    means.reduce()
     for parameter, gradient in zip(parameters, local, strict=True):
         factor = 1 if gradient.stride() == (0, 0) else (world.size + 1) / 2
         assert parameter.grad is not None

@@ -41,7 +41,7 @@ def lies_in(gradient: Tensor | None, flat: Tensor) -> bool:
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradient_stays_the_same_view_for_the_whole_run(dtype: torch.dtype, set_to_none: bool) -> None:
-    """Behaviour 12: no copies afterwards, whichever way gradients are zeroed."""
+    """Behaviours 3 and 12: like its parameter, without copies, whichever way gradients are zeroed."""
     parameters = parameters_of(*SHAPES, dtype=dtype)
     buckets = Buckets(parameters, bucket_bytes=100)
     optimizer = torch.optim.SGD(parameters, lr=0.1)
@@ -55,21 +55,12 @@ def test_gradient_stays_the_same_view_for_the_whole_run(dtype: torch.dtype, set_
         assert all(before is after for before, after in zip(views, now, strict=True))
         assert all(torch.equal(gradient, torch.ones_like(gradient)) for gradient in now if gradient is not None)
         assert all(any(lies_in(gradient, bucket.flat) for bucket in buckets.buckets) for gradient in now)
+        for parameter, gradient in zip(parameters, now, strict=True):
+            assert gradient is not None and gradient.shape == parameter.shape and gradient.dtype == dtype
+            assert gradient.stride() == parameter.stride()
         optimizer.step()
     assert buckets.copies == 0
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_views_look_like_their_parameters(dtype: torch.dtype) -> None:
-    """Behaviour 3: shape, dtype and strides; also of 0-dimensional and empty parameters."""
-    parameters = parameters_of(*SHAPES, dtype=dtype)
-    buckets = Buckets(parameters, 1 << 20)
-    accumulate(buckets, list(range(len(parameters))))
-    for parameter in parameters:
-        assert parameter.grad is not None
-        assert parameter.grad.shape == parameter.shape
-        assert parameter.grad.dtype == parameter.dtype
-        assert parameter.grad.stride() == parameter.stride()
+    assert buckets.num_bytes == sum(bucket.flat.nbytes for bucket in buckets.buckets)
 
 
 STRANGE_MEMORY = {
@@ -100,14 +91,6 @@ def test_strange_memory_in_a_real_backward(name: str) -> None:
         assert ours.grad.stride() == torch.empty_like(ours).stride()
         assert lies_in(ours.grad, buckets.buckets[0].flat)
     assert buckets.copies == 0
-
-
-def test_each_bucket_is_one_dtype() -> None:
-    parameters = [*parameters_of((3,), (5,)), *parameters_of((4,), dtype=torch.float64), *parameters_of((6,))]
-    buckets = Buckets(parameters, 1 << 20)
-    assert sorted(str(bucket.flat.dtype) for bucket in buckets.buckets) == ["torch.float32", "torch.float64"]
-    assert all(view.dtype == bucket.flat.dtype for bucket in buckets.buckets for view in [bucket.flags])
-    assert buckets.num_bytes == sum(bucket.flat.nbytes for bucket in buckets.buckets)
 
 
 def test_unused_everywhere_stays_none_and_unused_here_appears() -> None:
@@ -174,15 +157,3 @@ def test_create_graph_and_assigned_gradients_are_copied_once_and_counted() -> No
     assert parameter.grad.tolist() == [5, 5, 5]
     assert lies_in(parameter.grad, buckets.buckets[0].flat)
     assert buckets.copies == 2
-
-
-def test_release_gives_gradients_memory_of_their_own() -> None:
-    """Behaviour 22."""
-    used, unused = parameters_of((3,), (2,))
-    buckets = Buckets([used, unused], 1 << 20)
-    accumulate(buckets, [0])
-    round_trip(buckets)
-    buckets.release()
-    assert unused.grad is None
-    assert used.grad is not None and used.grad.tolist() == [1, 1, 1]
-    assert not lies_in(used.grad, buckets.buckets[0].flat)
