@@ -40,16 +40,16 @@ class Hooks:
         for index, parameter in enumerate(parameters):
             accumulator = get_gradient_edge(parameter).node
             self._accumulators.append(accumulator)
-            self._handles.append(accumulator.register_prehook(_weak(self._before_accumulation, index)))
+            self._handles.append(accumulator.register_prehook(_weak(Hooks._before_accumulation, self, index)))
             if tell_ready:
-                after = _weak(self._after_accumulation, index)
+                after = _weak(Hooks._after_accumulation, self, index)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
 
     def watch_output(self, output: Any) -> None:
         """Asks to be called when backward enters the module, so that of nested passes the outer one is known."""
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                leaf.grad_fn.register_prehook(_weak(self._enter))
+                leaf.grad_fn.register_prehook(_weak(Hooks._enter, self))
 
     def remove(self) -> None:
         """Takes all hooks away."""
@@ -91,10 +91,11 @@ class Hooks:
 
     def _before_accumulation(self, gradients: tuple[Tensor | None, ...], index: int) -> None:
         """None is the gradient of a batch without samples: it adds nothing."""
-        if self.running() is None:
-            self._enter()
         running, reduction = self.running(), self.reduction()
-        assert running is not None
+        if running is None:
+            self._enter()
+            running = self.running()
+            assert running is not None
         if reduction is not None and not running.came_to_parameter:
             reduction.begin_pass()
         running.came_to_parameter = True
@@ -137,14 +138,14 @@ class _Pass:
         reduction.fail_pass()
 
 
-def _weak(method: Callable[..., None], *arguments: Any) -> Callable[[Any], None]:
-    """A hook that calls a method with what autograd gives, as long as the method's object lives."""
-    reference = weakref.WeakMethod(method)
+def _weak(function: Callable[..., None], hooks: Hooks, *arguments: Any) -> Callable[[Any], None]:
+    """A hook that calls a method of `hooks` with what autograd gives, as long as that object lives."""
+    reference = weakref.ref(hooks)
 
     def call(given: Any) -> None:
         living = reference()
         if living is not None:
-            living(given, *arguments)
+            function(living, given, *arguments)
 
     return call
 
