@@ -1,4 +1,4 @@
-"""A size comes in; how long a checkpoint in the background holds up training, against copying its state once, goes out.
+"""How long a checkpoint in the background holds up training, beside copying its state once.
 
 Usage: mpiexec -n RANKS python benchmarks/checkpoint_stall.py [--mib 477] [--saves 6] [--folder FOLDER]
 

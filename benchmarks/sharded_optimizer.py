@@ -1,4 +1,4 @@
-"""A model comes in; the steps and the memory of AdamW with its state on every rank, and in shards, go out.
+"""Time and memory of AdamW with its state on every rank, and in shards.
 
 Usage: mpiexec -n RANKS python benchmarks/sharded_optimizer.py [--model transformer] [--steps 5] [--blocks 20]
 

@@ -1,6 +1,6 @@
-"""A number of repeats comes in; how long importing torch, importing mpidp after it, and starting MPI take goes out.
+"""How long importing torch, importing mpidp after it, and starting MPI take.
 
-Each repeat is a process of its own: `--one` is such a process.
+Usage: python benchmarks/startup.py REPEATS. Each repeat is a process of its own: `--one` is such a process.
 """
 
 import subprocess
@@ -46,14 +46,14 @@ def one() -> list[float]:
 
 def _checks() -> float:
     """Seconds of the checks that every start makes of libraries and cores."""
-    from mpidp.world import topology as cores
-    from mpidp.world import world
+    from mpidp.world import start
+    from mpidp.world.topology import warn_of_cores
 
-    ranks = world.init()
-    start = time.perf_counter()
-    world._check_loaded()
-    cores.warn_of_cores(ranks.comm, ranks.host, 1, stacklevel=1)
-    return time.perf_counter() - start
+    world = start.init()
+    begun = time.perf_counter()
+    start._check_loaded()
+    warn_of_cores(world.comm, world.host, 1, stacklevel=1)
+    return time.perf_counter() - begun
 
 
 def main(words: list[str]) -> None:
