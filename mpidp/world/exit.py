@@ -209,7 +209,8 @@ class Departure:
             self.watchdog.abandon()  # the last one here may meet ranks that are gone already
             return
         # From here to the end of MPI ranks wait for each other without a watchdog.
-        if self.watchdog.abort_s and mailbox is not None:  # without messages, others may be at work still
+        is_all = self.watchdog.size == MPI.COMM_WORLD.size
+        if is_all and self.watchdog.abort_s and mailbox is not None:  # else others may be at work still
             self._timeout_s = self.watchdog.abort_s + min(self.watchdog.rank, 2)  # one rank ends the job, and says so
         with last_wait(self._timeout_s):
             self.watchdog.close()

@@ -25,21 +25,38 @@ from mpidp.world.world import World
 REQUIRED_THREAD_LEVEL = MPI.THREAD_SERIALIZED
 
 
-def init(*, share_gpu: bool = False, stall_warning_s: float | None = None, stall_abort_s: float | None = None) -> World:
+def init(
+    comm: MPI.Intracomm | None = None,
+    *,
+    share_gpu: bool = False,
+    stall_warning_s: float | None = None,
+    stall_abort_s: float | None = None,
+) -> World:
     """Starts MPI if needed and returns this process's World. Idempotent. Collective at the first call.
 
     Without a launcher this is a world of size 1. From here on an uncaught exception on any rank ends the whole job,
     and so does a rank that leaves while others wait for it.
 
+    A program whose ranks do different things splits them itself; the failure of one still ends the whole job:
+
+        from mpi4py import MPI  # before mpidp, so that it starts MPI
+
+        trains = MPI.COMM_WORLD.rank % 4 != 0
+        group = MPI.COMM_WORLD.Split(int(trains))
+        if trains:
+            world = mpidp.init(group)
+
     Args:
+        comm: the ranks that train together, which all call this with it; all of the job when None. It is duplicated.
         share_gpu: allow two ranks of a node to use one GPU (also `MPIDP_SHARE_GPU=1`).
         stall_warning_s: how long ranks wait for others before a report says for whom, and where each is; 0 for ever.
             None is 60 s, or what an earlier call said.
         stall_abort_s: how long before the job is ended, likewise; None is 600 s.
 
     Raises:
-        LaunchError: MPI has another size than the launcher meant; MPI's thread level is too low; two MPI libraries
-            are loaded; two local ranks share a GPU; /dev/shm is too small for MPI to start.
+        LaunchError: an earlier call was given other ranks; MPI has another size than the launcher meant; MPI's thread
+            level is too low; two MPI libraries are loaded; two local ranks share a GPU; /dev/shm is too small for MPI
+            to start.
 
     Warns:
         UserWarning: on rank 0, ranks have more threads than cores, or are pinned to the same few.
@@ -47,8 +64,10 @@ def init(*, share_gpu: bool = False, stall_warning_s: float | None = None, stall
     world = current_world()
     if world is None:
         _start_mpi()
-        world = _make_world(share_gpu or os.environ.get("MPIDP_SHARE_GPU") == "1")
+        world = _make_world(comm or MPI.COMM_WORLD, share_gpu or os.environ.get("MPIDP_SHARE_GPU") == "1")
         set_current_world(world)
+    elif comm is not None and MPI.Comm.Compare(comm, world.comm) not in (MPI.IDENT, MPI.CONGRUENT):
+        raise LaunchError("mpidp.init() was called before for other ranks; a process is in one world at a time")
     if world.watchdog is not None:
         world.watchdog.configure(stall_warning_s, stall_abort_s)
     return world
@@ -82,8 +101,8 @@ def _check_loaded() -> None:
         raise LaunchError(fault)
 
 
-def _make_world(share_gpu: bool) -> World:
-    comm = WatchedComm(MPI.COMM_WORLD.Dup())
+def _make_world(ranks: MPI.Intracomm, share_gpu: bool) -> World:
+    comm = WatchedComm(ranks.Dup())
     node_comm = comm.Split_type(MPI.COMM_TYPE_SHARED)
     forget_names(node_comm)
     topology = make_topology(comm)

@@ -81,6 +81,32 @@ def test_mpi_started_earlier_by_the_user(level: str) -> None:
     assert sorted(result.stdout.split("\n"))[-2:] == ["rank 0 of 2", "rank 1 of 2"]
 
 
+@pytest.mark.parametrize("starts", ["", "from mpidp.world.mpi import MPI; MPI.Init_thread()"])
+def test_a_program_that_splits_its_ranks(starts: str) -> None:
+    """Behaviours 9, 36 and 39: some train, one does something else for longer than the others may wait at their end."""
+    program = """
+from mpi4py import MPI
+import mpidp, time
+trains = MPI.COMM_WORLD.rank != 1
+group = MPI.COMM_WORLD.Split(int(trains))
+if trains:
+    world = mpidp.init(group, stall_warning_s=0.5, stall_abort_s=1)
+    assert (world.rank, world.size) == (MPI.COMM_WORLD.rank // 2, 2) and mpidp.init(group) is mpidp.init() is world
+    assert mpidp.shares(6, 2).world is world and world.sum([1]) == [2]
+    try:
+        mpidp.init(MPI.COMM_WORLD)
+    except mpidp.errors.LaunchError as error:
+        assert "for other ranks" in str(error)
+        print(f"rank {world.rank} of {world.size}\\n", end="", flush=True)
+else:
+    time.sleep(4)
+    print("done\\n", end="", flush=True)
+"""
+    result = run_job(["-c", starts + program], 3)
+    assert result.code == 0, result.output
+    assert sorted(result.stdout.splitlines()) == ["done", "rank 0 of 2", "rank 1 of 2"]
+
+
 @pytest.mark.parametrize("level", ["funneled", "single"])
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_too_low_a_thread_level(level: str, ranks: int) -> None:
