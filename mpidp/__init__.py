@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mpidp.hdf5.shares import Shares, shares
     from mpidp.train.checkpoints import Checkpoints
     from mpidp.train.data_parallel import DataParallel
-    from mpidp.train.elastic import Survivors
+    from mpidp.train.elastic import Elastic
     from mpidp.train.records.trace import Trace
     from mpidp.train.sharded.optimizer import ShardedOptimizer
     from mpidp.train.state import TrainState
@@ -29,12 +29,12 @@ __all__ = [
     "Batch",
     "Checkpoints",
     "DataParallel",
+    "Elastic",
     "FieldSpec",
     "HDF5Loader",
     "ShardedOptimizer",
     "Shares",
     "StopSignal",
-    "Survivors",
     "SyncBatchNorm",
     "Trace",
     "TrainState",
@@ -49,12 +49,12 @@ _HOMES = {
     "Batch": "mpidp.hdf5.batch",
     "Checkpoints": "mpidp.train.checkpoints",
     "DataParallel": "mpidp.train.data_parallel",
+    "Elastic": "mpidp.train.elastic",
     "FieldSpec": "mpidp.hdf5.field",
     "HDF5Loader": "mpidp.hdf5.loader",
     "ShardedOptimizer": "mpidp.train.sharded.optimizer",
     "Shares": "mpidp.hdf5.shares",
     "StopSignal": "mpidp.train.stop",
-    "Survivors": "mpidp.train.elastic",
     "SyncBatchNorm": "mpidp.train.sync_batch_norm",
     "Trace": "mpidp.train.records.trace",
     "TrainState": "mpidp.train.state",

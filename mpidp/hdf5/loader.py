@@ -171,7 +171,6 @@ class HDF5Loader(Passes):
         self._steps_at = (0, 0)
         self._pass = object()
         self._pid = os.getpid()
-        self._kept = (0, 0)
         if world.rank == 0:
             order_warnings = warnings_about(self.order, self.dataset, self._rank_bytes, world.size)
             for text in [*slow_paths(self.dataset), *order_warnings]:
@@ -211,7 +210,6 @@ class HDF5Loader(Passes):
         """Begin the current epoch anew, from its first step: end the pass in progress, if any. Not collective."""
         self.stop()
         self._position, self._continues = 0, False
-        self.keep()
 
     def stop(self) -> None:
         """End the pass in progress, if any, and all threads. The position stays, and another pass may follow."""
@@ -274,24 +272,6 @@ class HDF5Loader(Passes):
         self.order = replace(self.order, **{name: state[name] for name in names})
         self._ring = self._new_ring()  # with other streams, a rank may have more samples in a step
         self._epoch, self._position, self._continues = state["epoch"], position, True
-        self.keep()
-
-    def keep(self) -> None:
-        """What was handed out so far has been trained on: `rebuild` goes back to here."""
-        self._kept = self._epoch, self._position
-
-    def rebuild(self) -> None:
-        """Deal the samples anew, from where `keep` was called last, after `world` lost ranks. Collective.
-
-        Samples that were handed out since then come again, and no other sample does. In mode "store" all data are
-        read once more; in the other modes what nodes hold stays.
-        """
-        self.stop()
-        (self._epoch, self._position), self._continues = self._kept, True
-        self._ring = self._new_ring()
-        if self._source is not None and self.mode == "store":
-            self._source.close()
-            self._source = self._open_source()
 
     @property
     def _rank_bytes(self) -> int:

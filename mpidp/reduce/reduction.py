@@ -17,6 +17,7 @@ from mpidp.reduce.overlap import Overlap
 from mpidp.reduce.reducer import Reducer
 from mpidp.reduce.transport import as_real
 from mpidp.world.collectives import share_error
+from mpidp.world.communicators import keep_at_loss
 from mpidp.world.status import status
 from mpidp.world.topology import Topology, make_topology
 from mpidp.world.world import World
@@ -80,6 +81,7 @@ class Reduction:
         options = replace(self._choice.options, pause_s=pause_s, residuals=self.residuals)
         self.reducer = replace(self._choice, options=options).make(self._reducing_world)
         self.buckets = Buckets([parameter for _, parameter in named], self._bucket_bytes, self.reducer.allocate)
+        keep_at_loss(self.reducer, *self.buckets.buckets)
         self._bucket_of = {
             slot.parameter: number for number, bucket in enumerate(self.buckets.buckets) for slot in bucket.layout.slots
         }
@@ -89,15 +91,11 @@ class Reduction:
 
     def stop(self) -> None:
         """Takes hooks, thread and buckets away and gives the parameters gradients of their own. Not collective."""
-        self.abandon()
-        self.buckets.release()
-        self.reducer.close()
-
-    def abandon(self) -> None:
-        """Ends hooks and helper thread only."""
         self.hooks.remove()
         if self._overlap is not None:
             self._overlap.close()
+        self.buckets.release()
+        self.reducer.close()
 
     @property
     def is_complete(self) -> bool:

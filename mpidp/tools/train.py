@@ -74,7 +74,7 @@ def _train_together(words: Sequence[str]) -> int:
     with world.raise_on_all_ranks("reading the run file and the command line"):
         options = read_options(words)
     if run(options.config, options.resume):
-        leave(world, STOPPED_EARLY)
+        leave(init(), STOPPED_EARLY)  # the ranks that are left now, where some have died
     return DONE
 
 

@@ -21,37 +21,32 @@ log = logging.getLogger("mpidp")
 class Statistics:
     """Knows on how many samples a module was trained on this rank since its running statistics were combined.
 
+    Attributes:
+        num_samples: how many.
+
     Args:
         module: the model; its layers are looked for when they are needed.
     """
 
     def __init__(self, module: nn.Module):
         self._module = module
-        self._num_samples = self._kept = 0
+        self.num_samples = 0
         self._has_warned = False
 
     def count(self, is_training: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """The model was called: samples are what the first tensor holds along its first dimension."""
         if is_training:
             tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim())
-            self._num_samples += next((len(tensor) for tensor in tensors), 1)
-
-    def keep(self) -> None:
-        """A step was taken with what was counted."""
-        self._kept = self._num_samples
-
-    def go_back(self) -> None:
-        """To the end of the last step that was taken."""
-        self._num_samples = self._kept
+            self.num_samples += next((len(tensor) for tensor in tensors), 1)
 
     def combine(self, world: World) -> None:
         """Gives every rank the statistics of the samples of all ranks. Collective."""
-        combine_statistics(self._module, world, self._num_samples)
-        self._num_samples = self._kept = 0
+        combine_statistics(self._module, world, self.num_samples)
+        self.num_samples = 0
 
     def warn_if_apart(self, what: str, world: World) -> None:
         """Says once, on rank 0, that `what` has statistics of one rank's samples only. Not collective."""
-        if self._has_warned or not self._num_samples or world.size == 1 or not _layers(self._module):
+        if self._has_warned or not self.num_samples or world.size == 1 or not _layers(self._module):
             return
         self._has_warned = True
         if world.rank == 0:

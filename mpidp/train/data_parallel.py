@@ -163,8 +163,6 @@ class DataParallel(nn.Module):
             compare_steps=compare_steps,
         )
         self._statistics = Statistics(module)
-        self._buffers_before: dict[str, Tensor] | None = None  # a step that is not over, if any
-        self._seen_steps = 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
@@ -172,10 +170,7 @@ class DataParallel(nn.Module):
             status.enter("forward")
             if any(parameter.requires_grad for parameter in self._sync.frozen):
                 self._sync.restart()
-        self._end_step()
         self._sync.lockstep.before_forward()
-        if communicators.is_elastic() and self.training and self._buffers_before is None:
-            self._buffers_before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         try:
             output = self.module(*args, **kwargs)
         except Exception as error:
@@ -258,22 +253,6 @@ class DataParallel(nn.Module):
         self._sync.close()
         return self.module
 
-    def rebuild(self) -> None:
-        """Reduces over those that are left, after `world` lost ranks. Collective.
-
-        Gradients are dropped, as those of the step that was broken off are means of some ranks only. So are the
-        rounding errors of 16-bit communication: they belong to another number of ranks. Buffers, such as running
-        statistics, are again what they were at the end of the last step that was taken.
-        """
-        self._end_step()
-        self._statistics.go_back()
-        # Some ranks have learnt of the step that was broken off, and all will once more.
-        for name, buffer in self.module.named_buffers():
-            if self._buffers_before is not None and name in self._buffers_before:
-                buffer.copy_(self._buffers_before[name])
-        self._buffers_before = None
-        self._sync.rebuild()
-
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own state, without a prefix: it loads in plain torch. Not collective.
 
@@ -306,6 +285,15 @@ class DataParallel(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> tuple[Callable[[nn.Module], nn.Module], tuple[nn.Module]]:
         """A copy, or what is read from a file, is the plain module."""
         return _plain, (self.module,)
+
+    @property
+    def num_samples_apart(self) -> int:
+        """On how many samples this rank has trained since running statistics were combined."""
+        return self._statistics.num_samples
+
+    @num_samples_apart.setter
+    def num_samples_apart(self, number: int) -> None:
+        self._statistics.num_samples = number
 
     def rank_state_dict(self) -> dict[str, Any]:
         """What only this rank has: the rounding errors of 16-bit communication, and the layout that they belong to."""
@@ -343,13 +331,6 @@ class DataParallel(nn.Module):
     def reduce_s(self) -> float:
         """Seconds that the training thread has spent so far in reducing, or in waiting for it."""
         return self._sync.seconds
-
-    def _end_step(self) -> None:
-        """Notes that an optimizer has stepped, if one has: what came before it stays, whatever happens."""
-        if self._seen_steps != self._sync.steps_taken:
-            self._seen_steps = self._sync.steps_taken
-            self._buffers_before = None
-            self._statistics.keep()
 
     def _layout(self) -> str:
         """All that decides how many elements each rank rounds to 16 bits, in words."""

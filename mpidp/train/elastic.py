@@ -1,68 +1,68 @@
-"""A training that can be begun anew from its last step in; the same training out, when ranks died, on those that live.
+"""Training that goes on when ranks die: begun anew on those that are left, from the state that they have in memory.
 
 A step is taken by all survivors or by none: after the gradients are reduced and before the optimizer changes anything,
 all ranks agree that nobody has died so far. Whoever meets a death before that has changed nothing, and takes the step
 once more with the others; whoever meets it after has taken the step, as all have. So nothing is ever taken back.
+
+Everything that was made for a number of ranks (loader, wrapper, optimizer) is dropped then and constructed once more,
+as at a start that resumes from a checkpoint; only that the checkpoint lies in memory.
 """
 
+import gc
 import logging
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from torch import Tensor
 
 from mpidp.errors import SHARED_MARK, LaunchError
-from mpidp.hdf5.loader import HDF5Loader
 from mpidp.printable import listed
-from mpidp.train import rng
-from mpidp.train.checkpoint.read import folder_name
+from mpidp.train.batch_norm import combine_statistics
 from mpidp.train.sharded.optimizer import ShardedOptimizer
-from mpidp.world import communicators
-from mpidp.world.elastic import Loss, Person, Recovery
+from mpidp.train.sharded.state import Part
+from mpidp.train.state import TrainState
+from mpidp.world.communicators import be_elastic, is_survived, why_not
+from mpidp.world.elastic import ElasticWorld, Loss, Person
 from mpidp.world.mpi import ENDS_MPI, MPI
-from mpidp.world.watchdog import ABORT_S
 from mpidp.world.world import World
-
-if TYPE_CHECKING:
-    from mpidp.train.trainer import Trainer
-
 
 T = TypeVar("T")
 log = logging.getLogger("mpidp.rank")
 
 
-class Part(Protocol):
-    """What was made for a number of ranks: DataParallel, HDF5Loader, StopSignal, Saver."""
-
-    def rebuild(self) -> object:
-        """Goes on with the ranks that `world` has now. Collective; it may be called again before it is through."""
-
-
-class Survivors:
+class Elastic:
     """Training goes on when ranks die. To be made right after `mpidp.init()`; collective.
 
-    In a loop of your own, in which `train` takes all the steps from where the loader stands to the last one:
+    In a loop of your own, all that depends on the ranks is made in a function that is called once more, with a World of
+    those that are left, when some died:
 
-        survivors = mpidp.Survivors(world)
-        ...
-        def train():
+        elastic = mpidp.Elastic(mpidp.init())
+
+        def train(world):
+            loader = mpidp.HDF5Loader("data.h5", fields=("x", "y"), global_batch=64, world=world)
+            model = mpidp.DataParallel(Net().to(world.device), world)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            state = mpidp.TrainState(model, optimizer, loader)
+            elastic.restore(state)      # after a loss: what the survivors have in memory
             while loader.epoch < 5:
                 for batch in loader:
                     loss = batch.weigh(F.cross_entropy(model(batch.x), batch.y))
                     loss.backward()
-                    survivors.agree(loader)     # before anything changes
+                    elastic.agree()     # before anything changes
                     optimizer.step()
                     optimizer.zero_grad()
+                    state.step += 1
 
-        survivors.run(train, model, loader)
+        elastic.run(train)
 
-    Between `agree` and the next call of the loader there must be no collective. `world` is the same object after a
-    loss, with another rank and size; what else was made with them must be made anew, by a part with a method
-    `rebuild`.
+    Between `agree` and the next batch there must be no collective but the optimizer's step. A death before the first
+    `restore` ends the job.
 
     Attributes:
+        world: the ranks that are left.
         is_on: whether it does anything; if not, the death of a rank ends the job.
         loss: the last one; None before the first.
 
@@ -75,137 +75,155 @@ class Survivors:
         self.world = world
         self.min_ranks = min_ranks
         self.loss: Loss | None = None
-        reason = communicators.why_not(os.environ, MPI.Get_library_version(), ENDS_MPI)
+        reason = why_not(os.environ, MPI.Get_library_version(), ENDS_MPI)
         self.is_on = world.size > 1 and world.all(not reason)
         if self.is_on:
-            communicators.be_elastic()
+            be_elastic()
         elif world.size > 1:
             world.log_once(
                 f"training cannot go on without a rank that dies: {reason or 'another rank cannot'}. The job ends "
                 f"then, and goes on from its newest checkpoint when it is started again."
             )
-        self._recovery = Recovery(world)
+        self._ranks = ElasticWorld(world)
+        self._state: TrainState | None = None
+        self._agreed: _Agreed | None = None
+        self._held: _Held | None = None
+        self._lost: list[Person] = []  # since training went on last
+        self._lost_at = 0.0
 
-    def agree(self, *loaders: HDF5Loader) -> None:
-        """Returns when all ranks came here alive: the step may be taken. Collective.
+    @property
+    def goes_on(self) -> bool:
+        """Whether ranks were lost and no step has been taken since."""
+        return self._held is not None
+
+    def run(self, train: Callable[[World], T]) -> T:
+        """Calls `train` until it ends without the loss of a rank; returns what it returns. Collective.
 
         Args:
-            loaders: have handed out what this step is made of, which from now on is done.
+            train: makes what it needs, goes on from what `restore` gives back, and trains to the end. What it made must
+                not be held elsewhere.
+
+        Raises:
+            LaunchError: on all ranks, fewer than `min_ranks` are left.
+        """
+        while True:
+            try:
+                return train(self.world)
+            except Exception as error:
+                if not is_survived(error) or (self._state is None and self._held is None):
+                    raise
+                log.info("a rank was lost: %s", error)
+            self._shrink()
+
+    def restore(self, state: TrainState) -> bool:
+        """Goes on with what was just made, from the last step before ranks were lost. Collective.
+
+        Called once in each call of `train`, when all is made and before anything is trained. On the first one it
+        changes nothing. Running statistics of batch norm are combined over the ranks that are left.
+
+        Returns:
+            Whether ranks were lost.
+
+        Raises:
+            LaunchError: on all ranks, a part of a sharded optimizer's state was on lost ranks only.
+        """
+        self._state = state
+        if self._held is not None:
+            self._held = self._held.restored_to(state)
+            self._tell()
+        self._agreed = _Agreed.of(state) if self.is_on else None
+        return self.loss is not None
+
+    def agree(self) -> None:
+        """Returns when all ranks came here alive: the step may be taken. Collective.
+
+        What the loader has handed out is done from now on.
 
         Raises:
             mpi4py.MPI.Exception: a rank has died; to be left to `run`.
         """
         if self.is_on:
-            with self.world.status.waiting("Agree", self.world.size):
-                self._recovery.agree()
-        for loader in loaders:
-            loader.keep()
+            self._ranks.agree()
+            assert self._state is not None, "Elastic.restore(state) comes before the first step"
+            self._held, self._agreed = None, _Agreed.of(self._state)
 
-    def run(self, work: Callable[[], T], *parts: Part) -> T:
-        """Calls `work` until it ends without the loss of a rank; returns what it returns. Collective.
-
-        Args:
-            work: goes on from where training stands.
-            parts: what has to be made anew when ranks were lost, in this order.
-
-        Raises:
-            LaunchError: fewer than `min_ranks` are left.
-        """
-        while True:
-            try:
-                return work()
-            except Exception as error:
-                if not communicators.is_survived(error):
-                    raise
-                log.info("a rank was lost: %s", error)
-            with self._end_unless_over():
-                self._recover(parts)
-
-    @contextmanager
-    def _end_unless_over(self) -> Iterator[None]:
-        """Ends the job when the block takes too long: there is no watchdog meanwhile, and a rank may hang."""
-        world = self.world
-        limit_s = ABORT_S if world.watchdog is None else world.watchdog.abort_s
-        if not limit_s:
-            yield
-            return
-        timer = threading.Timer(limit_s, _end_job, (world, limit_s))
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-
-    def _recover(self, parts: tuple[Part, ...]) -> None:
-        start, lost = time.perf_counter(), list[Person]()
-        while True:
-            try:
-                lost += self._recovery.shrink()
-                if self.world.size < self.min_ranks:
-                    break
-                for part in parts:
-                    part.rebuild()
-                self.world.comm.Barrier()
-                break
-            except Exception as error:
-                if not communicators.is_survived(error):
-                    raise
-        self.loss = Loss(tuple(lost), self.world.size, time.perf_counter() - start)
+    def _shrink(self) -> None:
+        """A World of those that are left; what was made with the one before is dropped. Collective."""
+        self._lost_at = self._lost_at or time.perf_counter()
+        if self._held is None:
+            assert self._state is not None and self._agreed is not None
+            self._held = _Held.of(self._state, self._agreed)
+        self._state = None
+        gc.collect()  # threads and hooks of what was dropped end now
+        self._lost += self._ranks.shrink()
+        self.world = self._ranks.world
         if self.world.size < self.min_ranks:
             few = LaunchError(
-                f"lost {listed(lost)}: {self.world.size} ranks are left, and {self.min_ranks} were asked for"
+                f"lost {listed(self._lost)}: {self.world.size} ranks are left, and {self.min_ranks} were asked for"
             )
             setattr(few, SHARED_MARK, True)
             raise few
+
+    def _tell(self) -> None:
+        """All ranks have the state again. Collective."""
+        self.world.comm.Barrier()
+        self.loss = Loss(tuple(self._lost), self.world.size, time.perf_counter() - self._lost_at)
+        self._lost, self._lost_at = [], 0.0
         log.info("%s; this is rank %d now", self.loss, self.world.rank)
         self.world.log_once(str(self.loss))
 
 
-def _end_job(world: World, limit_s: float) -> None:
-    try:
-        world.guard.tell(
-            f"{world.guard.tag} a rank was lost, and after {limit_s:g} s (stall_abort_s) the others have not all come "
-            f"to go on without it: the job ends."
-        )
-    finally:
-        world.guard.abort(1)
+@dataclass(frozen=True)
+class _Agreed:
+    """What a step changes before all have agreed to take it, as it was when they last did."""
+
+    buffers: dict[str, Tensor]
+    num_samples_apart: int
+    place: dict[str, int]
+
+    @staticmethod
+    def of(state: TrainState) -> "_Agreed":
+        buffers = {name: buffer.clone() for name, buffer in state.model.named_buffers()}
+        place = {"epoch": state.loader.epoch, "position": state.loader.position}
+        return _Agreed(buffers, state.model.num_samples_apart, place)
 
 
-class Survivor:
-    """The part of a run that `Survivors` makes anew: all of it that depends on the number of ranks.
+@dataclass(frozen=True)
+class _Held:
+    """What a rank holds of the state of training while ranks are lost; tensors are not copied.
 
-    Args:
-        trainer: the run.
+    Attributes:
+        saved: the state's `shared_state()`; with a sharded optimizer, elements of the model of other ranks may be old.
+        num_samples_apart: on how many samples this rank's running statistics of batch norm are its own.
+        parts: of a sharded optimizer, what this rank holds.
     """
 
-    def __init__(self, trainer: "Trainer"):
-        self._trainer = trainer
+    saved: dict[str, Any]
+    num_samples_apart: int
+    parts: list[Part]
 
-    def rebuild(self) -> None:
-        """Puts all ranks to the end of the last step that all have taken. Collective.
+    @staticmethod
+    def of(state: TrainState, agreed: _Agreed) -> "_Held":
+        state.model.num_samples_apart = 0  # of which it would warn
+        saved = state.shared_state()
+        buffers = {name: buffer for name, buffer in agreed.buffers.items() if name in saved["model"]}
+        saved |= {"model": saved["model"] | buffers, "loader": saved["loader"] | agreed.place}
+        parts = state.optimizer.held_parts() if isinstance(state.optimizer, ShardedOptimizer) else []
+        return _Held(saved, agreed.num_samples_apart, parts)
 
-        Model, optimizer and scheduler are there already, as no rank changes them before all have agreed. Random
-        streams of ranks (dropout) start anew, as in a resume on another number of ranks.
+    def restored_to(self, state: TrainState) -> "_Held":
+        """Gives a state that was just made these values; returns what to hold until all have taken a step. Collective.
+
+        Another rank may die meanwhile, and with it its part of what others hold already: so all is held.
         """
-        trainer, world = self._trainer, self._trainer.world
-        steps: list[int] = world.comm.allgather(trainer.step)
+        world = state.world
+        steps: list[int] = world.comm.allgather(self.saved["step"])
         assert len(set(steps)) == 1, f"the survivors of a loss stand at steps {steps}"
-        # Some may have been through with an epoch's evaluation and checkpoint when others were not.
-        trainer.num_epochs = min(world.comm.allgather(trainer.num_epochs))
-        trainer.model.rebuild()
-        if isinstance(trainer.optimizer, ShardedOptimizer):
-            trainer.optimizer.rebuild()
-        for loader in trainer.loaders():
-            loader.rebuild()
-        trainer.trace.abandon()
-        trainer.stop.rebuild()
-        trainer.stopped = ""
-        trainer.given_up = max(trainer.given_up, trainer.saver.rebuild())
-        is_saved = trainer.saver.newest is not None and trainer.saver.newest.name == folder_name(trainer.step)
-        trainer.saved_step = trainer.step if world.all(is_saved) else -1
-        rng.seed_all(trainer.config.run.seed, world.rank, trainer.step)
-        trainer.folder.take_over(world)
-        trainer.recorder.rebuild(trainer.step, trainer.folder.metrics)
-        if trainer.config.reduce.error_feedback:
-            world.log_once("error feedback starts from nothing: its rounding errors belong to another number of ranks")
+        # The state of a sharded optimizer comes after this: each of the others may have a part.
+        state.load_state_dict(self.saved, of_rank=lambda rank: {"optimizer": []}, source="the survivors' state")
+        combine_statistics(state.model.module, world, self.num_samples_apart)
+        if not isinstance(state.optimizer, ShardedOptimizer):
+            return self
+        state.optimizer.collect_parts(self.parts)
+        model = self.saved["model"] | dict(state.model.module.named_parameters())
+        return replace(self, saved=self.saved | {"model": model}, parts=[*state.optimizer.held_parts(), *self.parts])

@@ -15,7 +15,6 @@ from mpidp.train.replicas import ReplicaCheck
 from mpidp.train.same_step import Place, digest_options, learning_rates, raise_different
 from mpidp.train.signature import check_same, module_signature
 from mpidp.train.sync_batch_norm import Lockstep
-from mpidp.world import communicators
 from mpidp.world.status import BETWEEN, NO_BATCH, status
 from mpidp.world.world import World
 
@@ -83,23 +82,7 @@ class GradientSync(Reduction):
         unwatch_steps(self)
         self.replicas.close()
         self.stop()
-        if not communicators.is_elastic():  # it may have ranks that died
-            self._free_topology()
-
-    def rebuild(self) -> None:
-        """Reduces over those that are left, after the world lost ranks; drops gradients. Collective."""
-        self.abandon()
-        # Until the next loss, as a message to these buffers may still be on its way.
-        self._former = self.buckets, self.reducer
-        for parameter in self._module.parameters():
-            parameter.grad = None
-        self.pending, self.reduces = False, True
-        # Survivors may have met the death in different reductions, and are at the end of the same step now.
-        self._steps = self._reductions = self.dropped = 0
-        self.replicas.rebuild()
-        self.lockstep.rebuild()
-        self._make_topology()
-        self._start()
+        self._free_topology()
 
     def restart(self) -> None:
         """Takes in parameters that were frozen at the start and are trained from now on. Collective."""

@@ -83,18 +83,11 @@ class ReplicaCheck:
         Raises:
             MismatchError: as `check` does.
         """
-        equality, self._equality = self._equality, None  # once, also where a rank dies meanwhile and others come again
+        equality, self._equality = self._equality, None
         if equality is not None:
             for _ in range(2):
                 self._compare(equality)
             equality.close()
-
-    def rebuild(self) -> None:
-        """Goes on after the world lost ranks. Collective."""
-        if self._equality is not None:
-            self._equality.abandon()
-            self._equality = DelayedEquality(self.world.comm) if self.world.size > 1 else None
-        self._step, self._sum = 0, None
 
     def _compare(self, equality: DelayedEquality) -> None:
         """Looks at what was sent before, and sends what was summed up since on its way. Collective."""

@@ -33,19 +33,19 @@ class StopSignal:
         world: the ranks.
         file: a path that asks to stop when something lies there, looked at by rank 0 once a second; it is removed
             when the ranks agree, so that the next start goes on. None for no file.
+        told: what a former one was told by more ranks, of which some died before all had heard it.
 
     Raises:
         RuntimeError: not made in the main thread.
     """
 
-    def __init__(self, world: World, file: Path | None = None):
+    def __init__(self, world: World, file: Path | None = None, told: str = ""):
         signals.watch()
         self.world = world
-        self._path = file
         self.file = file if world.rank == 0 else None
         self._maximum = DelayedMaximum(world.comm)
         self._looked = float("-inf")
-        self._reason = self._told = ""
+        self._reason, self._told = "", told
 
     def agreed(self) -> str:
         """Why all ranks stop now ("SIGTERM", "SIGUSR2", "the file STOP"), or "". Collective; call it once a step.
@@ -58,12 +58,10 @@ class StopSignal:
                 self.file.unlink(missing_ok=True)
         return self._reason
 
-    def rebuild(self) -> None:
-        """Goes on after `world` lost ranks; what they alone were told is lost with them. Collective."""
-        self._maximum.abandon()
-        self.file = self._path if self.world.rank == 0 else None
-        self._told, self._reason = self._reason or self._told, ""
-        self._maximum = DelayedMaximum(self.world.comm)
+    @property
+    def told(self) -> str:
+        """Why this rank knows that all are to stop, though others may not have heard yet; or ""."""
+        return self._reason or self._told
 
     def exit(self) -> NoReturn:
         """Ends every rank with exit code 75: stopped early after a save, safe to start again. Collective."""

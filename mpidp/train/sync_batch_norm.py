@@ -288,12 +288,6 @@ class Lockstep:
         """A backward pass is over, or has failed. Not collective."""
         self._is_in_pass = False
 
-    def rebuild(self) -> None:
-        """Goes on after ranks were lost. Collective."""
-        self._is_in_pass = False
-        for group in dict.fromkeys(layer.group for layer in self._layers if layer.group is not None):
-            group.rebuild()
-
     def _group(self) -> SyncGroup | None:
         """Whom layers will communicate with in the next forward pass; None if they will not."""
         groups = (layer.group for layer in self._layers if layer.training)

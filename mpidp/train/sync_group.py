@@ -93,16 +93,12 @@ class SyncGroup:
     def __init__(self, world: World, names: Sequence[str]):
         self._world = world
         self._names = tuple(names)
-        self.rebuild()
+        self._comm = world.comm.Dup() if world.size > 1 else None
 
     @property
     def size(self) -> int:
         """Number of ranks; with 1 there is nothing to communicate."""
         return self._world.size
-
-    def rebuild(self) -> None:
-        """Goes on with the ranks that the world has now, after it lost some. Collective."""
-        self._comm = self._world.comm.Dup() if self._world.size > 1 else None
 
     def __deepcopy__(self, memo: object) -> "SyncGroup":
         return self  # a copy of the model talks to the same ranks

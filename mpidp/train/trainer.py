@@ -4,7 +4,7 @@ import contextlib
 import os
 import time
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from mpidp.config import RunConfig, to_toml
 from mpidp.errors import DataError
 from mpidp.hdf5.batch import Batch
 from mpidp.hdf5.loader import HDF5Loader
+from mpidp.train.checkpoint.read import folder_name
 from mpidp.train.checkpoint.saver import Saver
 from mpidp.train.checkpoints import restore
 from mpidp.train.components import (
@@ -27,7 +28,7 @@ from mpidp.train.components import (
     build_scheduler,
 )
 from mpidp.train.data_parallel import DataParallel
-from mpidp.train.elastic import Part, Survivor, Survivors
+from mpidp.train.elastic import Elastic
 from mpidp.train.records.progress import Progress
 from mpidp.train.records.recorder import MetricsFile, Recorder, Tally
 from mpidp.train.records.run_folder import RunFolder
@@ -36,6 +37,7 @@ from mpidp.train.records.trace import Trace
 from mpidp.train.refusal import explain
 from mpidp.train.sharded.optimizer import ShardedOptimizer
 from mpidp.train.signature import check_same
+from mpidp.train.start import Start
 from mpidp.train.state import TrainState
 from mpidp.train.stop import StopSignal
 from mpidp.train.summary import describe_epoch, describe_newest, describe_start, describe_stop, summarise
@@ -67,28 +69,37 @@ def train(config: RunConfig, resume: Path | None = None) -> str:
     if why:
         world.log_once(why)
     with contextlib.ExitStack() as at_end:
-        held = RunFolder.hold(resume, world) if resume else None
-        if held is not None:
-            at_end.callback(held.release)
-        trainer = Trainer(config, world, held)
-        at_end.callback(trainer.folder.release)
-        return trainer.run()
+        start = Start(RunFolder.hold(resume, world) if resume else None)
+        at_end.callback(start.close)
+        if config.train.fault_tolerance != "shrink":
+            return Trainer(config, world, start).run()
+        elastic = Elastic(world, config.train.min_ranks)
+        return elastic.run(lambda world: Trainer(config, world, start, elastic).run())
 
 
 class Trainer:
-    """One training run. Everything that can be wrong with the input is found before the run folder is made."""
+    """One training run. Everything that can be wrong with the input is found before the run folder is made.
 
-    def __init__(self, config: RunConfig, world: World, held: RunFolder | None = None):
-        self.config = config
-        self.world = world
+    Args:
+        config: the run.
+        world: the ranks.
+        start: with the folder of a run to continue; or what one on more ranks has left, of which some died.
+        elastic: lets training go on when ranks die.
+    """
+
+    def __init__(self, config: RunConfig, world: World, start: Start | None = None, elastic: Elastic | None = None):
+        self.config, self.world, self.elastic = config, world, elastic
+        self.start = start = start or Start()
+        goes_on = elastic is not None and elastic.goes_on
+        held = start.folder
         resume = None if held is None else held.path
         check_same(world, [*to_toml(config).splitlines(), f"resume {resume}"], "the configurations")
-        self.survivors = Survivors(world, config.train.min_ranks) if config.train.fault_tolerance == "shrink" else None
         torch.set_num_threads(choose_threads(config.train.threads, os.environ, world.cores))
         if config.train.threads:  # of others init has warned
             warn_of_cores(world.comm, world.host, config.train.threads, stacklevel=2)
         with world.status.during("open the data", is_long=True):  # copying it to a node may take its time
             self.loader, self.validation = build_loaders(config, world)
+        start.staged = self.loaders() if config.data.mode == "stage" else []
         with world.raise_on_all_ranks("building the model"):
             module = build_model(config).to(world.device)
             self.loss = build_loss(config.loss)
@@ -103,12 +114,14 @@ class Trainer:
             self.scheduler = build_scheduler(config.scheduler, self.optimizer)
         self.state = TrainState(self.model, self.optimizer, self.loader, self.scheduler, seed=config.run.seed)
         self.state.seed_streams()
-        metrics_bytes, newest = (0, None) if held is None else self._resume(held)
-        if held is not None:
+        metrics_bytes, newest = (0, None) if held is None or goes_on else self._resume(held)
+        if held is not None and not goes_on:
             held.begin(world)
-        self.folder = held or RunFolder.create(config, world)
+        self.folder = start.folder = held or RunFolder.create(config, world)
+        if elastic is not None and elastic.restore(self.state):
+            metrics_bytes, newest = start.go_on(world)
         world.guard.last_words = partial(describe_newest, self.folder)
-        self.saver = Saver(
+        self.saver = start.saver = Saver(
             world,
             self.folder.checkpoints,
             config.checkpoint.keep,
@@ -118,25 +131,27 @@ class Trainer:
             relies_on=(self.folder.config, self.folder.metrics),
         )
         world.status.step = self.step
-        self.first_step, self.saved_step = self.step, self.step if resume else -1
+        is_saved = newest is not None and newest.name == folder_name(self.step)
+        self.saved_step = self.step if world.all(is_saved) else -1
+        self.first_step = start.first_step = self.step if start.first_step is None else start.first_step
         progress = Progress(world.rank == 0, self.step, self.step + self._steps_left(), config.log.progress_s)
         with world.raise_on_all_ranks("opening the metrics"):
             metrics = MetricsFile(self.folder.metrics, metrics_bytes) if world.rank == 0 else None
-        self.recorder = Recorder(
+        self.recorder = start.recorder = Recorder(
             world,
             progress,
             metrics,
             self.step,
             on_failure=config.checkpoint.on_failure,
             failure=self.folder.take_log_failure,
+            before=start.recorder,
         )
-        self.folder.note(world, first_step=self.step, last_step=self.step + self._steps_left())
-        self.trace = Trace(world, self.folder.trace, from_step=config.log.trace_from, steps=config.log.trace_steps)
-        self.stop = StopSignal(world, self.folder.path / "STOP")
+        self.folder.note(world, first_step=self.first_step, last_step=self.step + self._steps_left())
+        steps = 0 if goes_on else config.log.trace_steps
+        self.trace = Trace(world, self.folder.trace, from_step=config.log.trace_from, steps=steps)
+        told = start.stop.told if start.stop else ""
+        self.stop = start.stop = StopSignal(world, self.folder.path / "STOP", told)
         self.stopped = ""
-        self.begun = False
-        self.num_epochs = 0  # that are trained, evaluated and saved
-        self.given_up = -1  # step of a checkpoint that could not be completed, as ranks were lost
 
     @property
     def step(self) -> int:
@@ -145,9 +160,8 @@ class Trainer:
 
     def run(self) -> str:
         """Trains to the last epoch, or until it is asked to stop; returns by what, or "". Collective."""
-        start = time.perf_counter()
         try:
-            self._survive(self._train_epochs, Survivor(self))
+            self._train_epochs()
         except BaseException as error:
             if self.world.size == 1 and is_out_of_memory(error):  # of several the guard says so
                 error.add_note(f"Out of memory {self.world.status.where()}. {MEMORY_ADVICE}")
@@ -157,7 +171,6 @@ class Trainer:
         finally:
             self.recorder.close()
             self._end_reading()
-            self.folder.close()
         for loader in self.loaders():
             loader.close()
         if self.stopped:
@@ -165,17 +178,10 @@ class Trainer:
             self.folder.note(self.world, end=f"stopped by {self.stopped}")
             self.world.log_once(describe_stop(self))
             return self.stopped
-        self.recorder.progress.line(summarise(self, time.perf_counter() - start))
-        self._survive(self._end, self.stop)
+        self.recorder.progress.line(summarise(self, time.perf_counter() - self.start.since_s))
+        self._end()
         self.folder.note(self.world, end="done")
         return ""
-
-    def _survive(self, work: Callable[[], None], part: Part) -> None:
-        """Does the work, once more when ranks were lost and the others are to go on; `part` is rebuilt before."""
-        if self.survivors is None:
-            work()
-        else:
-            self.survivors.run(work, part)
 
     def _end(self) -> None:
         """What comes after the last step. Collective."""
@@ -190,7 +196,7 @@ class Trainer:
 
     def _shard(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Keeps its state in shards, twice where training goes on when ranks die. Collective."""
-        survives = self.survivors is not None and self.survivors.is_on
+        survives = self.elastic is not None and self.elastic.is_on
         return ShardedOptimizer(optimizer, self.world, copies=2 if survives else 1)
 
     def loaders(self) -> list[HDF5Loader]:
@@ -204,15 +210,13 @@ class Trainer:
 
     def _train_epochs(self) -> None:
         """To the last epoch, or until the run is asked to stop; the last checkpoint is complete then."""
-        if not self.begun:
+        if self.elastic is None or self.elastic.loss is None:
             self.recorder.progress.line(describe_start(self))
-        self.begun = True
-        if self.survivors is not None and self.survivors.loss is not None:
-            self.recorder.record_loss(self.step, self.loader.epoch, self.survivors.loss)
-        if self.given_up >= 0:
+        else:
+            self.recorder.record_loss(self.step, self.loader.epoch, self.elastic.loss)
+        if not self.start.is_saved:
             self._save(self.loader.epoch)
-            self.given_up = -1
-        for epoch in range(max(self.loader.epoch, self.num_epochs), self.config.train.epochs):
+        for epoch in range(self.loader.epoch, self.config.train.epochs):
             if not self._all_steps_done(epoch):
                 self._train_epoch(epoch)
             self._evaluate(epoch)
@@ -220,8 +224,7 @@ class Trainer:
                 break
             self.recorder.progress.line(describe_epoch(self, epoch))
             self._save_after(epoch)
-            self.num_epochs = epoch + 1
-        if self.survivors is not None:  # who misses parameters of a rank that died in the last step, learns it here
+        if self.elastic is not None:  # who misses parameters of a rank that died in the last step, learns it here
             self.world.barrier()
         self.saver.finish()
         self.saver.close()
@@ -284,8 +287,8 @@ class Trainer:
                     part.weigh(loss).backward()  # type: ignore[no-untyped-call]
                 stopwatch.move("backward", "reduce", self.model.reduce_s - reduce_s)
             self.recorder.tally.add(loss, output, target, part.size)
-        if self.survivors is not None:
-            self.survivors.agree(self.loader)  # from here to the next collective all do the same, or are dead
+        if self.elastic is not None:
+            self.elastic.agree()  # from here to the next collective all do the same, or are dead
         with stopwatch("optimizer"):
             if self.config.train.clip_norm:
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip_norm)
@@ -360,7 +363,7 @@ class Trainer:
         with self.world.status.during("checkpoint"):
             self.folder.check_owned(self.world)
             self.saver.save(self.step, self._shared_state, self.state.rank_state)
-        self.saved_step = self.step
+        self.saved_step, self.start.is_saved = self.step, True
         self.recorder.restart(self.step)
 
     def _shared_state(self) -> dict[str, Any]:

@@ -3,11 +3,10 @@
 The message travels while the next step computes, so that asking at every step costs a call and no waiting.
 """
 
-from contextlib import suppress
-
 import numpy as np
 
 from mpidp.world.collectives import wait
+from mpidp.world.communicators import keep_at_loss
 from mpidp.world.mpi import MPI
 
 PAUSE_S = 1e-4  # between two looks, where a rank is late: the core may be wanted by it
@@ -25,6 +24,7 @@ class DelayedMaximum:
         self._given = np.zeros(1, dtype=np.int64)
         self._greatest = np.zeros(1, dtype=np.int64)
         self._request: MPI.Request | None = None
+        keep_at_loss(self)
 
     def exchange(self, value: int) -> int:
         """Gives this rank's number; returns the greatest of the previous call, 0 at the first. Collective.
@@ -44,14 +44,6 @@ class DelayedMaximum:
             self._finish()
             self._comm.Free()
             self._comm = None
-
-    def abandon(self) -> None:
-        """Lets go of an open message after the communicator was revoked, because a rank died. Not collective."""
-        if self._request is not None:
-            with suppress(MPI.Exception):  # which is how it ends, and MPI is done with the memory
-                wait(self._request, PAUSE_S)
-            self._request = None
-        self._comm = None
 
     def _finish(self) -> int:
         if self._request is None:
@@ -73,6 +65,7 @@ class DelayedEquality:
         self._given = np.zeros(2, dtype=np.int64)
         self._greatest = np.zeros(2, dtype=np.int64)
         self._request: MPI.Request | None = None
+        keep_at_loss(self)
 
     def give(self, value: int) -> None:
         """Sends this rank's number (64 bits, signed) on its way. Collective; the one before must have been asked for.
@@ -95,10 +88,3 @@ class DelayedEquality:
         """Waits for the open message and gives the communicator back. Collective."""
         self.differ()
         self._comm.Free()
-
-    def abandon(self) -> None:
-        """Lets go of an open message after the communicator was revoked, because a rank died. Not collective."""
-        if self._request is not None:
-            with suppress(MPI.Exception):
-                wait(self._request, PAUSE_S)
-            self._request = None

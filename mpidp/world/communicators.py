@@ -6,6 +6,7 @@ A rank that leaves a collective for that reason must free those that wait for it
 communicator they are: so all that are open are known here, and are revoked together.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from typing import Any, TypeVar, cast
@@ -16,6 +17,8 @@ from mpidp.world.status import status
 
 T = TypeVar("T", bound=MPI.Comm)
 _open: dict[int, MPI.Comm] = {}
+_users: list[weakref.ref[object]] = []
+_kept: list[object] = []
 
 
 def opened(comm: T) -> T:
@@ -43,6 +46,12 @@ def _num_failed(comm: MPI.Comm) -> int:
     return number
 
 
+def keep_at_loss(*users: object) -> None:
+    """Messages may be under way to memory of these objects, which are held weakly; see `forget_all`."""
+    _users[:] = [user for user in _users if user() is not None]
+    _users.extend(map(weakref.ref, users))
+
+
 def revoke_all() -> None:
     """Makes every call on them fail, on all ranks, those that already wait included. Not collective."""
     for comm in [*_open.values()]:
@@ -51,8 +60,15 @@ def revoke_all() -> None:
 
 
 def forget_all() -> None:
-    """They stay allocated: to free a communicator needs all its ranks. Not collective."""
+    """They stay allocated: to free a communicator needs all its ranks. Not collective.
+
+    What uses them stays in memory until the next loss, however soon its owner drops it: a message may still arrive.
+    """
     _open.clear()
+    kept = [alive for user in _users if (alive := user()) is not None]
+    _users.clear()
+    if kept:  # else one more rank was lost while nothing had been made anew
+        _kept[:] = kept
 
 
 # Set by Open MPI's launcher; the library reads it as well.
@@ -147,9 +163,10 @@ class WatchedComm(MPI.Intracomm):
         return opened(WatchedComm(super().Split_type(split_type, key, info)))
 
     def Free(self) -> None:  # noqa: N802
-        """Gives it back. Collective."""
+        """Gives it back. Collective; where ranks may die it stays allocated, as one of its ranks may be dead."""
         closed(self)
-        super().Free()
+        if not is_elastic():
+            super().Free()
 
 
 def _watched(name: str) -> Callable[..., Any]:

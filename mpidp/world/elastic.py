@@ -1,18 +1,22 @@
-"""A World some of whose ranks died in; the same World, of those that are left, out.
+"""The ranks of a job some of which may die: an agreement in each step, and a new World of those that are left.
 
-All survivors come here, each out of another call: whoever comes first revokes every communicator, so that the others'
-calls fail, too. What they agree on afterwards holds for all of them, also when more ranks die meanwhile.
+All survivors come to `shrink`, each out of another call: whoever comes first revokes every communicator, so that the
+others' calls fail, too. What they agree on afterwards holds for all of them, also when more ranks die meanwhile.
 """
 
 import logging
-from dataclasses import dataclass, fields, replace
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 from mpidp.printable import listed
 from mpidp.world import communicators
 from mpidp.world.communicators import WatchedComm, is_loss, is_survived
+from mpidp.world.current import set_current_world
 from mpidp.world.mpi import MPI
 from mpidp.world.topology import cores_per_rank, make_topology
-from mpidp.world.watchdog import watch_again
+from mpidp.world.watchdog import ABORT_S, watch_again
 from mpidp.world.world import World
 
 log = logging.getLogger("mpidp.rank")
@@ -47,20 +51,23 @@ class Loss:
         return f"lost {listed(self.people)}; {self.num_left} ranks go on, after {self.seconds:.3f} s"
 
 
-class Recovery:
+class ElasticWorld:
     """Knows who is there. Construction is collective.
 
     Attributes:
+        world: the ranks that are left, in a World of their own after each loss; what was made with a former one is
+            useless then.
         people: of each present rank, who it is.
 
     Args:
-        world: the ranks; it is changed in place when some are lost, for everybody who holds it.
+        world: the ranks at the start.
     """
 
     def __init__(self, world: World):
+        self.world = world
         self.people: list[Person] = world.comm.allgather(Person(world.rank, world.host))
-        self._world = world
-        self._has_disagreed = False  # on the present communicator: all that live are, or will be, in `shrink`
+        self._comm = world.comm  # of those that are known to live, while `world` may still be one of more ranks
+        self._has_disagreed = False  # on this communicator: all that live are, or will be, in `shrink`
         communicators.opened(world.comm)
 
     def agree(self) -> None:
@@ -69,40 +76,41 @@ class Recovery:
         Raises:
             mpi4py.MPI.Exception: on all ranks, a rank has died or another one is in `shrink`, which must follow here.
         """
-        if not self._vote(True):
-            raise MPI.Exception(MPI.ERR_PROC_FAILED)
+        with self.world.status.waiting("Agree", self.world.size):
+            if not self._vote(True):
+                raise MPI.Exception(MPI.ERR_PROC_FAILED)
 
     def shrink(self) -> list[Person]:
         """Leaves the dead behind; returns them. Collective over those that live, from anywhere.
 
-        Afterwards `world` has new ranks, size, nodes and communicators. All that was made with the former ones is
-        useless: reducers, agreements, windows, shares of the samples.
+        Afterwards `world` is a new one, which is also what `mpidp.init()` returns.
         """
         before = self.people
-        while True:
-            communicators.revoke_all()
-            communicators.forget_all()
-            # Others may wait in `agree`, which revoking does not end: they are answered, once.
-            if not self._has_disagreed:
-                self._vote(False)
-            comm = _shrunk(self._world.comm)
-            self._has_disagreed = False
-            self.people = [self.people[rank] for rank in _former_ranks(comm, self._world.comm)]
-            object.__setattr__(self._world, "comm", comm)  # what a further loss starts from, whatever it interrupts
-            try:
-                self._rebuild(comm)
-            except MPI.Exception as error:
-                if not is_survived(error):
-                    raise
-                log.info("one more rank was lost while the communicators were made anew")
-                continue
-            return [person for person in before if person not in self.people]
+        with self._end_job_if_late():
+            while True:
+                communicators.revoke_all()
+                communicators.forget_all()
+                # Others may wait in `agree`, which revoking does not end: they are answered, once.
+                if not self._has_disagreed:
+                    self._vote(False)
+                comm = _shrunk(self._comm)
+                self.people = [self.people[rank] for rank in _former_ranks(comm, self._comm)]
+                self._comm, self._has_disagreed = comm, False
+                try:
+                    self.world = _make_world(self.world, comm)
+                except MPI.Exception as error:
+                    if not is_survived(error):
+                        raise
+                    log.info("one more rank was lost while the communicators were made anew")
+                    continue
+                set_current_world(self.world)
+                return [person for person in before if person not in self.people]
 
     def _vote(self, flag: bool) -> bool:
         """Whether all vote for it and nobody has died; the same answer on all. Collective, until one answer is no."""
         assert not self._has_disagreed
         try:
-            is_agreed = bool(self._world.comm.Agree(int(flag)))
+            is_agreed = bool(self._comm.Agree(int(flag)))
         except MPI.Exception as error:
             if not is_loss(error):
                 raise
@@ -110,28 +118,52 @@ class Recovery:
         self._has_disagreed = not is_agreed
         return is_agreed
 
-    def _rebuild(self, comm: WatchedComm) -> None:
-        """Everything of the World that depends on who is there. Collective."""
-        world = self._world
-        node_comm = comm.Split_type(MPI.COMM_TYPE_SHARED)
-        topology = make_topology(comm)
-        world.guard.renumber(comm.rank, comm.size)
-        fresh = replace(
-            world,
-            rank=comm.rank,
-            size=comm.size,
-            local_rank=node_comm.rank,
-            local_size=node_comm.size,
-            node=topology.node,
-            num_nodes=topology.num_nodes,
-            cores=cores_per_rank(node_comm),
-            node_comm=node_comm,
-            topology=topology,
-            watchdog=watch_again(world.watchdog, comm, world.host, topology.node, world.guard),
-        )
-        # Frozen for everybody else: loaders, wrappers and the user's own loop hold this very object.
-        for field in fields(fresh):
-            object.__setattr__(world, field.name, getattr(fresh, field.name))
+    @contextmanager
+    def _end_job_if_late(self) -> Iterator[None]:
+        """Ends the job when the block takes too long: there is no watchdog meanwhile, and a rank may hang."""
+        guard, watchdog = self.world.guard, self.world.watchdog
+        limit_s = ABORT_S if watchdog is None else watchdog.abort_s
+        if not limit_s:
+            yield
+            return
+
+        def end_job() -> None:
+            try:
+                guard.tell(
+                    f"{guard.tag} a rank was lost, and after {limit_s:g} s (stall_abort_s) the others have not all "
+                    f"come to go on without it: the job ends."
+                )
+            finally:
+                guard.abort(1)
+
+        timer = threading.Timer(limit_s, end_job)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+
+def _make_world(before: World, comm: WatchedComm) -> World:
+    """The World of the ranks that are left. Collective over them."""
+    node_comm = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    topology = make_topology(comm)
+    before.guard.renumber(comm.rank, comm.size)
+    return replace(
+        before,
+        rank=comm.rank,
+        size=comm.size,
+        local_rank=node_comm.rank,
+        local_size=node_comm.size,
+        node=topology.node,
+        num_nodes=topology.num_nodes,
+        cores=cores_per_rank(node_comm),
+        comm=comm,
+        node_comm=node_comm,
+        topology=topology,
+        watchdog=watch_again(before.watchdog, comm, before.host, topology.node, before.guard),
+    )
 
 
 def agreed(comm: MPI.Intracomm, flag: bool) -> bool:
@@ -157,8 +189,7 @@ def _shrunk(comm: MPI.Intracomm) -> WatchedComm:
         # All take the new one or none does: the next loss must find everybody on the same.
         if agreed(comm, small is not None):
             assert small is not None
-            communicators.opened(small)
-            return small
+            return communicators.opened(small)
 
 
 def _former_ranks(comm: MPI.Intracomm, before: MPI.Intracomm) -> list[int]:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidp.world.collectives import wait
+from mpidp.world.communicators import keep_at_loss
 from mpidp.world.mpi import MPI
 
 IntArray = npt.NDArray[np.int64]
@@ -19,6 +20,10 @@ ByteArray = npt.NDArray[np.uint8]
 TAG = 7003
 MOST_BYTES = 2**30  # of one message: counts are C integers
 LONGEST_PAUSE_S = 1e-4  # where a message is late, its sender may want the core
+
+
+class _Open(list[MPI.Request]):
+    """Messages under way, which hold the memory that they use."""
 
 
 class RemoteRows:
@@ -43,7 +48,8 @@ class RemoteRows:
         self._starts = self._ends - rows_per_rank
         self.segment: ByteArray = np.empty((int(rows_per_rank[comm.rank]), row_bytes), np.uint8)
         self._sent = np.empty((0, row_bytes), np.uint8)
-        self._requests: list[MPI.Request] = []
+        self._requests = _Open()
+        keep_at_loss(self._requests)
 
     @property
     def num_rows(self) -> int:
@@ -90,9 +96,7 @@ class RemoteRows:
     def close(self) -> None:
         """Give the memory back, when what is under way has ended. Not collective; ranks may have died meanwhile."""
         for request in self._requests:
-            with suppress(
-                MPI.Exception
-            ):  # which is how it ends where a rank has died; MPI is done with the memory then
+            with suppress(MPI.Exception):  # how it ends where a rank has died; MPI is done with the memory then
                 wait(request, LONGEST_PAUSE_S)
         self._requests.clear()
         self.segment = self.segment[:0].copy()

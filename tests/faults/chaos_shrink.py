@@ -26,7 +26,7 @@ from shrink_job import POINTS, SHARDED_POINTS, STEPS_AN_EPOCH, Trained, make_pla
 
 RANKS, EPOCHS, START_S = 4, 40, 100.0
 TRAINING_S = 8.0  # about as long as the 240 steps take
-RECOVERY = ("shrink", "rebuild", "deal", "dealt")
+RECOVERY = ("shrink", "world", "restore", "deal", "dealt")
 BOTH_DIED = "was held by lost ranks only"
 WORDS = (
     "--train.epochs",

@@ -25,7 +25,19 @@ from jobs import Result, finish, launch, mpiexec
 
 STEPS_AN_EPOCH, EPOCHS, TRAINED = 6, 3, 160
 TIMEOUT_S = 120.0  # to start Python on more ranks than cores takes most of it
-POINTS = ("forward", "backward", "reduce", "agree", "optimizer", "after", "evaluate", "checkpoint", "shrink", "rebuild")
+POINTS = (
+    "forward",
+    "backward",
+    "reduce",
+    "agree",
+    "optimizer",
+    "after",
+    "evaluate",
+    "checkpoint",
+    "shrink",
+    "world",
+    "restore",
+)
 # With shards of the optimizer's state: before a message of several, before dealing anew, when this rank has done so.
 SHARDED_POINTS = ("gather", "deal", "dealt")
 # The user's own code: the places to die are put into the package from here.
@@ -83,10 +95,11 @@ def dies_at(point, holder, name, afterwards=False):
 
 
 dies_at("reduce", mpidp.reduce.simple.FlatReducer, "mean")
-dies_at("agree", mpidp.train.elastic.Survivors, "agree")
+dies_at("agree", mpidp.train.elastic.Elastic, "agree")
 dies_at("checkpoint", mpidp.train.checkpoint.saver, "write_parts")
-dies_at("shrink", mpidp.world.elastic.Recovery, "shrink")
-dies_at("rebuild", mpidp.world.elastic.Recovery, "_rebuild")
+dies_at("shrink", mpidp.world.elastic.ElasticWorld, "shrink")
+dies_at("world", mpidp.world.elastic, "_make_world")
+dies_at("restore", mpidp.train.elastic.Elastic, "_tell")
 dies_at("gather", mpidp.train.sharded.gather.Messages, "exchange")
 dies_at("deal", mpidp.train.sharded.optimizer, "collect")
 dies_at("dealt", mpidp.train.sharded.optimizer.Shard, "hold", afterwards=True)

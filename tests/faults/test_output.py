@@ -26,7 +26,7 @@ from mpidp.train.checkpoint.saver import Saver
 world = mpidp.init()
 assert mpidp.init() is world
 {after}
-mpidp.Survivors(world)
+mpidp.Elastic(world)
 model = mpidp.DataParallel(torch.nn.Linear(64, 10), world)
 optimizer = mpidp.ShardedOptimizer(torch.optim.AdamW(model.parameters()), world)
 saver = Saver(world, world.call_on_root(lambda: __import__("pathlib").Path(sys.argv[1])), keep=2)

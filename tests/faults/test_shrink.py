@@ -58,13 +58,13 @@ def check(trained: Trained, untroubled: Trained, lost: list[list[int]]) -> None:
         (4, "3:forward:2 0:reduce:5 1:optimizer:9", [[3], [0], [1]]),
         (4, "0:evaluate:6 1:checkpoint:12 3:agree:14", [[0], [1], [3]]),
         (4, "1:backward:3 2:backward:3 3:shrink:3", [[1, 2, 3]]),
-        (4, "0:reduce:4 1:rebuild:4 2:after:7", [[0, 1], [2]]),
+        (4, "0:reduce:4 1:world:4 2:after:7", [[0, 1], [2]]),
     ],
 )
 def test_the_others_go_on(ranks: int, kills: str, lost: list[list[int]], place: Path, untroubled: Trained) -> None:
     """Behaviour 31: in every phase of a step, an evaluation, a checkpoint, a recovery; two at once; all but one."""
     trained = train(place, ranks, kills)
-    if "shrink" in kills or "rebuild" in kills:  # in one recovery or in two: whichever is noticed first
+    if "shrink" in kills or "world" in kills:  # in one recovery or in two: whichever is noticed first
         lost = (
             [sorted(rank for of_loss in trained.lost for rank in of_loss)] if len(trained.lost) == 1 else trained.lost
         )
@@ -168,24 +168,28 @@ def test_an_exception_still_ends_the_job(place: Path) -> None:
 
 MEET = """
 import os, signal
+import torch
 import mpidp
 world = mpidp.init()
-survivors = mpidp.Survivors(world)
-first, steps = world.rank, 0
+elastic = mpidp.Elastic(world)
+first = world.rank
 
-def work():
-    global steps
-    while steps < 50:
-        if steps == 5 and first == 2:
+def train(world):
+    loader = mpidp.HDF5Loader("data.h5", fields=("x", "y"), global_batch=50, world=world)
+    model = mpidp.DataParallel(torch.nn.Linear(9, 5), world)
+    state = mpidp.TrainState(model, torch.optim.SGD(model.parameters(), lr=1e-4), loader)
+    elastic.restore(state)
+    while state.step < 50:
+        if state.step == 5 and first == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        if steps == 5 and first == 1 and world.size == 3:
+        if state.step == 5 and first == 1 and world.size == 3:
             world.node_comm.Barrier()  # fails, while rank 0 is in the agreement
-        survivors.agree()
-        steps += 1
-        assert world.comm.allgather(steps) == [steps] * world.size
+        elastic.agree()
+        state.step += 1
+        assert world.comm.allgather(state.step) == [state.step] * world.size
+    print("rank", first, "is rank", world.rank, "after", state.step, flush=True)
 
-survivors.run(work)
-print("rank", first, "is rank", world.rank, "after", steps, flush=True)
+elastic.run(train)
 """
 
 
@@ -205,28 +209,30 @@ import os, signal, sys
 import torch
 import torch.nn.functional as F
 import mpidp
-world = mpidp.init()
-survivors = mpidp.Survivors(world)
-loader = mpidp.HDF5Loader("data.h5", fields=("x", "y"), global_batch=50, seed=0, world=world)
-model = mpidp.DataParallel(torch.nn.Linear(9, 5), world)
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-first, steps, samples = world.rank, 0, 0
+elastic = mpidp.Elastic(mpidp.init())
+first, samples = elastic.world.rank, 0
 
-def train():
-    global steps, samples
+def train(world):
+    global samples
+    loader = mpidp.HDF5Loader("data.h5", fields=("x", "y"), global_batch=50, seed=0, world=world)
+    model = mpidp.DataParallel(torch.nn.Linear(9, 5), world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    state = mpidp.TrainState(model, optimizer, loader)
+    elastic.restore(state)
     while loader.epoch < 3:
         for batch in loader:
             loss = batch.weigh(F.cross_entropy(model(batch.x), batch.y))
             loss.backward()
-            if first == 0 and steps == 5:
+            if first == 0 and state.step == 5:
                 os.kill(os.getpid(), signal.SIGKILL)
-            survivors.agree(loader)
+            elastic.agree()
             optimizer.step()
             optimizer.zero_grad()
-            steps, samples = steps + 1, samples + batch.global_size
+            state.step, samples = state.step + 1, samples + batch.global_size
+    place = f"rank {world.rank} of {world.size}"
+    print("rank", first, "is", place, "after", state.step, "steps,", samples, "samples", flush=True)
 
-survivors.run(train, model, loader)
-print("rank", first, "is rank", world.rank, "of", world.size, "after", steps, "steps,", samples, "samples", flush=True)
+elastic.run(train)
 """
 
 

@@ -24,7 +24,7 @@ from mpidp.train.checkpoint.read import STATE, folder_name, part_name
 from mpidp.train.checkpoint.write import Snapshot, write_parts
 from mpidp.world import communicators
 from mpidp.world.agreement import DelayedMaximum
-from mpidp.world.collectives import reduced, share_error
+from mpidp.world.collectives import share_error
 from mpidp.world.mpi import MPI
 from mpidp.world.system import Process
 from mpidp.world.world import World
@@ -133,6 +133,11 @@ class Saver:
             self.finish()
 
     @property
+    def step_on_its_way(self) -> int:
+        """The step of the checkpoint on its way; -1 for none."""
+        return -1 if self._current is None else self._current.step
+
+    @property
     def is_busy(self) -> bool:
         """Whether a checkpoint is on its way; the same on every rank."""
         return self._current is not None
@@ -166,7 +171,8 @@ class Saver:
             error: what ended training; a failure to complete the checkpoint is noted on it.
         """
         if self.world.size > 1 and not getattr(error, SHARED_MARK, False):
-            self._thread.shutdown(wait=False, cancel_futures=True)
+            # Where others go on without a dead rank, nothing may be written any more when they remove the folder.
+            self._thread.shutdown(wait=communicators.is_survived(error), cancel_futures=True)
             return
         try:
             self.finish()
@@ -178,29 +184,6 @@ class Saver:
                 raise
             error.add_note("the checkpoint on its way was given up, as ranks were lost")  # and training with it
             self._thread.shutdown(wait=False, cancel_futures=True)
-
-    def rebuild(self) -> int:
-        """Goes on after `world` lost ranks: a checkpoint on its way is given up, unless all is there. Collective.
-
-        Returns:
-            The step of that checkpoint, if it was given up; else -1.
-        """
-        self._agreement.abandon()
-        if self._current is not None:
-            wait([self._current.work])  # the threads must not write any more when the folder is removed
-        step = reduced(self.world.comm, -1 if self._current is None else self._current.step, MPI.MAX)
-        final = self.folder / folder_name(max(step, 0))
-        is_there = bool(self.world.call_on_root(lambda: step >= 0 and (final / manifests.NAME).exists()))
-        if is_there:
-            self.newest = final
-        elif self.world.rank == 0:
-            for partial in self.folder.glob(f"{PARTIAL}{folder_name(max(step, 0))}-*"):
-                discard(partial)
-        self._current = None
-        self._number = 0
-        self._token = self.world.broadcast(_new_token())
-        self._agreement = DelayedMaximum(self.world.comm)
-        return -1 if is_there else step
 
     def close(self) -> None:
         """Ends the thread and gives the memory back; nothing may be on its way. Collective."""
@@ -272,6 +255,28 @@ class Saver:
         self.newest = self.folder / folder_name(save.step)
         elapsed_s = time.perf_counter() - save.start
         log.info("wrote %s; training waited %.3f s, the whole took %.3f s", self.newest, save.stalled_s, elapsed_s)
+
+
+def settle(world: World, folder: Path, step: int) -> Path | None:
+    """The checkpoint that was on its way when ranks were lost, if it is complete; what there is of it goes else.
+
+    Collective over those that are left.
+
+    Args:
+        world: the ranks.
+        folder: where checkpoints go.
+        step: the checkpoint's.
+    """
+    final = folder / folder_name(step)
+
+    def is_complete() -> bool:
+        if (final / manifests.NAME).exists():
+            return True
+        for partial in folder.glob(f"{PARTIAL}{folder_name(step)}-*"):
+            discard(partial)
+        return False
+
+    return final if world.call_on_root(is_complete) else None
 
 
 def _new_token() -> str:

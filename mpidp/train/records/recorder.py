@@ -144,6 +144,7 @@ class Recorder:
         step: optimizer steps done before this start.
         on_failure: when a file of the run cannot be written: "stop" raises it on all ranks, "warn" says it once.
         failure: asked for another file of this rank's that could not be written, its log.
+        before: the recorder of more ranks, of which some died; what it has counted and recorded stays so.
     """
 
     def __init__(
@@ -155,6 +156,7 @@ class Recorder:
         *,
         on_failure: str = "stop",
         failure: Callable[[], Exception | None] = lambda: None,
+        before: "Recorder | None" = None,
     ):
         self.world = world
         self.progress = progress
@@ -168,6 +170,14 @@ class Recorder:
         self.last_validation: dict[str, float] | None = None
         self._last_loss: Loss | None = None
         self._last_epoch = -1  # of which there is a record of an evaluation
+        if before is not None:
+            self.stopwatch, self.num_samples, self.last_validation = (
+                before.stopwatch,
+                before.num_samples,
+                before.last_validation,
+            )
+            self._has_failed, self._unsaid = before._has_failed, before._unsaid
+            self._last_loss, self._last_epoch = before._last_loss, before._last_epoch
         self._start = (step, time.perf_counter(), dict(self.stopwatch.seconds))
 
     def restart(self, step: int) -> None:
@@ -220,17 +230,6 @@ class Recorder:
             people = [{"rank": person.rank, "host": person.host} for person in loss.people]
             facts = {"lost": people, "ranks": loss.num_left, "lost_s": round(loss.seconds, 6)}
             self._write({"kind": "loss_of_ranks", "step": step, "epoch": epoch, **facts})
-
-    def rebuild(self, step: int, path: Path) -> None:
-        """Goes on after ranks were lost, on rank 0 even if it was another rank before. Not collective.
-
-        What the dead knew of the interval's losses is gone, so the next interval begins here.
-        """
-        self.tally = Tally(self.world.device)
-        if self.world.rank == 0 and self.file is None:
-            self.file = MetricsFile(path, whole_lines(path))
-            self.progress.speaks = True
-        self.restart(step)
 
     @property
     def num_bytes(self) -> int:

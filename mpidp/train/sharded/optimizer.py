@@ -54,7 +54,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             expects sparse gradients.
         world: the ranks.
         copies: on how many ranks each part of the state is kept: 1, or 2, so that it outlives the death of a rank
-            (`mpidp.Survivors`), on another node where possible. The second is computed, not sent.
+            (`mpidp.Elastic`), on another node where possible. The second is computed, not sent.
 
     Raises:
         ValueError: another number of copies.
@@ -78,7 +78,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         check_same(world, [f"copies={copies}", *_describe(optimizer)], "the sharded optimizers")
         whole = [dict(optimizer.state.get(parameter, {})) for parameter in self._parameters]
         self._shard = Shard(optimizer)
-        self._former: list[Part] = []
         self._deal()
         with world.raise_on_all_ranks("sharding the optimizer"):
             self._shard.hold(self._mine, [self._cut(whole, run) for run in self._mine], cast=False)
@@ -101,20 +100,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Brings this rank's shard up to date and gathers the others'. Collective.
 
         When a rank died meanwhile, and the others are to go on, it returns with the step taken and the parameters of
-        others missing: the next collective call raises, and `rebuild` makes up for it. So where `Survivors` are used,
+        others missing: the next collective call raises, and `Elastic.restore` makes up for it. So with `Elastic`,
         whatever reads the parameters (an average of them, a copy to be saved) comes after a collective call.
 
         Raises:
-            MpidpError: ranks were lost and `rebuild` was not called; parameters lie in memory otherwise than before;
-                a gradient is sparse.
+            MpidpError: parameters lie in memory otherwise than before; a gradient is sparse.
         """
-        if self._comm is not self.world.comm:
-            raise MpidpError("ranks were lost, and the optimizer was not rebuilt: give it to survivors.run as well")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._former.clear()  # all ranks have come here since the last loss
         self._share_options()
         if self._shard.follow():
             self._aim()
@@ -129,20 +124,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
             communicators.revoke_all()  # of the others, too, none may wait for this one
         return loss
 
-    def rebuild(self) -> None:
-        """Goes on after the world lost ranks: deals shards anew, state and parameters out of what is left. Collective.
+    def held_parts(self) -> list[Part]:
+        """The runs that this rank holds, with their state; not copies."""
+        return self._shard.parts()
+
+    def collect_parts(self, held: Sequence[Part]) -> None:
+        """Takes its share out of what all ranks held before some were lost, with the parameters' elements. Collective.
+
+        Args:
+            held: `held_parts()` of this rank's former optimizer. The parameters have this rank's values, of which
+                those in these runs are right.
 
         Raises:
             LaunchError: on all ranks, a part of the state was on lost ranks only.
         """
-        held = [*self._shard.parts(), *self._former]
-        self._deal()
         try:
             states = collect(self.world.comm, self._numels, held, self._mine, self._shard.flats)
         except LookupError as error:
             raise _lost(error.args[0], self.copies) from None
-        # Others may not come so far, because one more dies: until all have, what they look for stays here.
-        self._former = held
         self._shard.hold(self._mine, states, cast=False)
 
     def full_state_dict(self, rank: int = 0) -> dict[str, Any]:
@@ -217,7 +216,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _deal(self) -> None:
         """Settles who holds what, and makes what is needed to gather. Collective."""
         world = self.world
-        self._comm = world.comm
         self._lists = shards(self._numels, world.size)
         nodes: list[int] = world.comm.allgather(world.node)
         held_by = holders(nodes, self.copies)
