@@ -5,7 +5,6 @@ The top level imports nothing heavy and starts no MPI, so `mpidp --help` is inst
 launcher every rank parses the same words; text and errors are printed once, by rank 0.
 """
 
-import difflib
 import importlib
 import os
 import sys
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import mpidp
 from mpidp.errors import SHARED_MARK, ConfigError, MpidpError
-from mpidp.options import HELP, HelpWanted, parse
 from mpidp.printable import visible
 from mpidp.world import signals
 from mpidp.world.current import current_world
@@ -26,6 +24,7 @@ if TYPE_CHECKING:
     from mpidp.world.world import World
 
 DONE, FAILED, USAGE, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141
+_HELP = ("-h", "--help")
 
 
 @dataclass(frozen=True)
@@ -192,9 +191,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = [_with_home(word) for word in (sys.argv[1:] if argv is None else argv)]
     try:
         return _dispatch(words)
-    except HelpWanted as text:
-        _say(str(text))
-        return DONE
     except MpidpError as error:
         _raise_if_alone(error)
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
@@ -219,11 +215,13 @@ def _dispatch(words: list[str]) -> int:
             return _run(command, words[len(names) :])
     group = words[:1] if any(command.name.startswith(f"{words[0]} ") for command in COMMANDS if words) else []
     rest = words[len(group) :]
-    if not rest or rest[0] in HELP:
+    if not rest or rest[0] in _HELP:
         _say(_list_commands(*group))
         return DONE if rest else USAGE
     prefix = " ".join(["mpidp", *group])
     known = [command.name.split()[len(group)] for command in COMMANDS if command.name.split()[: len(group)] == group]
+    import difflib
+
     close = difflib.get_close_matches(rest[0], known, n=1)
     hint = f" Did you mean {prefix} {close[0]}?" if close else ""
     listing = ", ".join(dict.fromkeys(known))
@@ -231,9 +229,20 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _run(command: Command, words: list[str]) -> int:
+    from mpidp.options import HelpWanted, parse
+
     options: Any = words
-    if command.options:
-        options = parse(_load(command.options), f"mpidp {command.name}", words)
+    try:
+        if command.options:
+            options = parse(_load(command.options), f"mpidp {command.name}", words)
+        return _answer(command, options)
+    except HelpWanted as text:
+        _say(str(text))
+        return DONE
+
+
+def _answer(command: Command, options: Any) -> int:
+    """Run a command on the ranks that it is for, print what it returns, and return the exit code."""
     size = launch_facts(os.environ).size or 1
     if size > 1 and command.under_launcher == "none":
         raise ConfigError(
