@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 from mpidp import toml
 from mpidp.errors import ConfigError
@@ -20,14 +20,42 @@ Arguments = dict[str, Any]  # keyword arguments by name: strings, numbers, boole
 
 
 @dataclasses.dataclass(frozen=True)
+class Check:
+    """Which values of a setting are allowed, and how errors say it. It stands in the setting's type."""
+
+    is_allowed: Callable[[Any], bool]
+    allowed: str
+
+
+_NAME = re.compile(r"[^\W\d]\w*(\.\w+)*(:[^\W\d]\w*(\.\w+)*)?")
+_Count = Annotated[int, Check(lambda value: value >= 0, "an integer of at least 0")]
+_Positive = Annotated[int, Check(lambda value: value >= 1, "an integer of at least 1")]
+_PositiveNumber = Annotated[float, Check(lambda value: value > 0 and math.isfinite(value), "a positive number")]
+_NotNegative = Annotated[float, Check(lambda value: value >= 0 and math.isfinite(value), "a number of at least 0")]
+_Name = Annotated[str, Check(lambda name: bool(_NAME.fullmatch(name)), "a built-in name or module:function")]
+_OptionalName = Annotated[
+    str, Check(lambda name: not name or bool(_NAME.fullmatch(name)), "a built-in name or module:function, or empty")
+]
+_FILES = Check(lambda files: bool(files) and "" not in files, "at least one HDF5 file")
+_FIELDS = Check(lambda names: 0 < len(names) == len(set(names)) and "" not in names, "at least one dataset, each once")
+# A run's name becomes a folder, a log file, a line of a batch script and a word of commands that people copy. Names of
+# files may have 255 bytes, and numbers are put behind it.
+_RUN_NAME = Check(
+    lambda name: bool(re.fullmatch(r"\w([\w .,+=@-]*[\w.,+=@-])?", name)) and len(name.encode()) <= 200,
+    "letters, digits, inner spaces and any of _ . , + = @ -, beginning with a letter, a digit or _, of at most 200 "
+    "bytes",
+)
+
+
+@dataclasses.dataclass(frozen=True)
 class RunSection:
     """What this run is called and what makes it repeatable."""
 
-    name: str = "run"
+    name: Annotated[str, _RUN_NAME] = "run"
     """Name of the run; its folder is FOLDER/NAME, never overwritten."""
-    folder: str = "runs"
+    folder: Annotated[str, Check(bool, "a folder")] = "runs"
     """Folder that holds the run folders; made if absent."""
-    seed: int = 0
+    seed: _Count = 0
     """Seed of initial weights, sample order and split."""
 
     @property
@@ -62,40 +90,40 @@ class FieldSection:
 class DataSection:
     """HDF5 files and the order in which their samples are read."""
 
-    train: tuple[str, ...] = ()
+    train: Annotated[tuple[str, ...], _FILES] = ()
     """HDF5 files to train on; several are read as one data set."""
-    validation: tuple[str, ...] = ()
+    validation: Annotated[tuple[str, ...], Check(lambda files: "" not in files, "HDF5 files, or none")] = ()
     """HDF5 files to evaluate on after each epoch."""
-    validation_fraction: float = 0.0
+    validation_fraction: Annotated[float, Check(lambda share: 0 <= share < 1, "a number in [0, 1)")] = 0.0
     """Share of the training samples set aside for evaluation, in [0, 1); instead of validation files."""
-    fields: tuple[str, ...] = ("x", "y")
+    fields: Annotated[tuple[str, ...], _FIELDS] = ("x", "y")
     """Datasets in the files that make up a sample, in the order the model and the loss take them."""
-    global_batch: int = 64
+    global_batch: _Positive = 64
     """Samples of one optimizer step over all ranks; more ranks change speed, not the model."""
     drop_last: bool = False
     """Leave out an epoch's last step if it has fewer than global_batch samples; evaluation still takes all."""
     shuffle: Literal["auto", "streams", "full", "none"] = "auto"
     """Order of samples: streams (whole chunks, mixed; fast), full (uniform; slow on chunks of many samples), none; auto
     is full where samples are large and can be read alone, else streams."""
-    streams: int = 0
+    streams: _Count = 0
     """Virtual workers of the order; 0 chooses from the file, never from the number of ranks."""
-    mixing_chunks: int = 0
+    mixing_chunks: _Count = 0
     """Chunks of a stream whose rows are mixed with each other; 0 chooses from the file and memory_bytes."""
     mode: Literal["stream", "node", "store", "stage"] = "stream"
     """Where rows come from: the files, a decoded copy in each node's memory, the memory of all ranks, copied files."""
     stage_folder: str = ""
     """Folder on each node for mode stage; empty for the job's temporary folder."""
-    memory_bytes: int = 0
+    memory_bytes: _Count = 0
     """Bytes of a node's memory for rows read ahead; 0 for an eighth of it, at most 2 GiB."""
-    threads: int = 0
+    threads: _Count = 0
     """Threads of each rank that decode; 0 for as many as it has cores."""
     allow_holes: bool = False
     """Let chunks that were never written read as the dataset's fill value."""
     accept_changed: bool = False
     """Resume although the training files hold other rows, chunks or values than before; the epoch begins anew."""
-    transform: str = ""
+    transform: _OptionalName = ""
     """Built-in transform of a batch, or module:function; empty for none."""
-    sample_transform: str = ""
+    sample_transform: _OptionalName = ""
     """module:function that is given one sample and a random generator; empty for none."""
     field: dict[str, FieldSection] = dataclasses.field(default_factory=dict)
     """For each of data.fields that is not taken as it is stored: the table data.field.NAME."""
@@ -105,7 +133,7 @@ class DataSection:
 class ModelSection:
     """The model; the table model.arguments holds its keyword arguments."""
 
-    name: str = ""
+    name: _Name = ""
     """Built-in model, or module:function that returns a torch.nn.Module."""
     arguments: Arguments = dataclasses.field(default_factory=dict)
     """Keyword arguments of the model, such as model.arguments.width."""
@@ -115,7 +143,7 @@ class ModelSection:
 class LossSection:
     """The loss; the table loss.arguments holds its keyword arguments."""
 
-    name: str = "cross_entropy"
+    name: _Name = "cross_entropy"
     """Function of torch.nn.functional, or module:function, that returns the mean loss of a batch."""
     arguments: Arguments = dataclasses.field(default_factory=dict)
     """Keyword arguments of the loss."""
@@ -125,9 +153,9 @@ class LossSection:
 class OptimizerSection:
     """The optimizer; the table optimizer.arguments holds its other keyword arguments."""
 
-    name: str = "AdamW"
+    name: _Name = "AdamW"
     """Class of torch.optim, or module:class."""
-    lr: float = 1e-3
+    lr: _PositiveNumber = 1e-3
     """Learning rate."""
     sharded: bool = False
     """Keep on each rank only its share of the optimizer's state (ZeRO-1); the steps are the same."""
@@ -139,7 +167,7 @@ class OptimizerSection:
 class SchedulerSection:
     """The learning-rate schedule; the table scheduler.arguments holds its keyword arguments."""
 
-    name: str = ""
+    name: _OptionalName = ""
     """Class of torch.optim.lr_scheduler, or module:class, stepped once an optimizer step; empty for none."""
     arguments: Arguments = dataclasses.field(default_factory=dict)
     """Keyword arguments of the scheduler."""
@@ -149,23 +177,23 @@ class SchedulerSection:
 class TrainSection:
     """The training loop."""
 
-    epochs: int = 1
+    epochs: _Positive = 1
     """Passes over the training samples."""
-    clip_norm: float = 0.0
+    clip_norm: _NotNegative = 0.0
     """Largest norm of the averaged gradient; 0 for no clipping."""
-    micro_batch: int = 0
+    micro_batch: _Count = 0
     """Largest number of samples a rank computes at once, gradients accumulated; 0 for its whole share."""
     sync_batch_norm: bool = False
     """Batch norm over the whole global batch instead of each rank's share of it; the model then needs such layers."""
     dtype: Literal["float32", "float64"] = "float32"
     """Dtype of parameters and floating-point inputs."""
-    threads: int = 0
+    threads: _Count = 0
     """CPU threads of torch on each rank; 0 shares the cores of the node among its ranks."""
-    on_end: str = ""
+    on_end: _OptionalName = ""
     """Built-in, or module:function, called on rank 0 at the end; empty for none."""
     fault_tolerance: Literal["abort", "shrink"] = "abort"
     """When a rank dies: end the job, or go on without it, where MPI can (docs/fault_tolerance.md)."""
-    min_ranks: int = 1
+    min_ranks: _Positive = 1
     """With fewer ranks left the job ends after all."""
 
 
@@ -175,9 +203,9 @@ class ReduceSection:
 
     reducer: Literal["auto", "naive", "flat", "node", "staged", "null"] = "auto"
     """How buckets are summed over ranks; auto goes by the facts of the world, and says what it chose and why."""
-    bucket_bytes: int = 8 * 2**20
+    bucket_bytes: _Positive = 8 * 2**20
     """Size of a gradient bucket in bytes."""
-    piece_bytes: int = 0
+    piece_bytes: _Count = 0
     """Largest buffer given to one call of MPI, in bytes; 0 for what suits the network."""
     comm_dtype: Literal["full", "bf16", "fp16"] = "full"
     """What travels for float32 gradients: all of it, or 16 bits, summed in 32."""
@@ -193,11 +221,11 @@ class ReduceSection:
 class CheckpointSection:
     """When to save and how many checkpoints to keep."""
 
-    every_epochs: int = 1
+    every_epochs: _Count = 1
     """Save after this many epochs; 0 for never."""
-    every_steps: int = 0
+    every_steps: _Count = 0
     """Save after this many optimizer steps too; 0 for never."""
-    keep: int = 3
+    keep: _Positive = 3
     """Newest checkpoints kept; older ones are deleted."""
     background: bool = True
     """Train on while files are written; only a copy of the state in memory is waited for."""
@@ -209,13 +237,13 @@ class CheckpointSection:
 class LogSection:
     """How often progress is reported."""
 
-    every_steps: int = 10
+    every_steps: _Count = 10
     """Optimizer steps between two lines of metrics.jsonl; 0 for epochs only."""
-    progress_s: float = 2.0
+    progress_s: _PositiveNumber = 2.0
     """Seconds between two progress reports on the terminal."""
-    trace_steps: int = 0
+    trace_steps: _Count = 0
     """Optimizer steps whose phases, waits and threads are written to trace.json, for all ranks; 0 for none."""
-    trace_from: int = 10
+    trace_from: _Count = 10
     """Steps of each start that come before those."""
 
 
@@ -223,11 +251,11 @@ class LogSection:
 class WatchSection:
     """What is done about ranks that keep the others waiting, and about copies of the model that differ."""
 
-    stall_warning_s: float = 60.0
+    stall_warning_s: _NotNegative = 60.0
     """Seconds that ranks wait for others before it is said for whom, and where each is; 0 for never."""
-    stall_abort_s: float = 600.0
+    stall_abort_s: _NotNegative = 600.0
     """Seconds before the job is ended; 0 for never."""
-    compare_steps: int = 100
+    compare_steps: _Count = 100
     """Steps in which all parameters, persistent buffers and optimizer state are compared over ranks; 0 for never."""
 
 
@@ -272,18 +300,15 @@ def to_toml(config: RunConfig) -> str:
     return toml.write(table)
 
 
-Check = tuple[Callable[[Any], bool], str]
-
-
 def validate(config: RunConfig) -> None:
     """Check every value that needs no other file; raises one `ConfigError` that lists all faults."""
     table = dataclasses.asdict(config)
     faults = []
-    for key, (is_allowed, allowed) in _CHECKS.items():
-        section, name = key.split(".")
-        value = table[section][name]
-        if not is_allowed(value):
-            faults.append(f"{key} = {shown(value)}; expected {allowed}.")
+    for section, values in table.items():
+        for name, hint in get_type_hints(type(getattr(config, section)), include_extras=True).items():
+            for check in getattr(hint, "__metadata__", ()):
+                if not check.is_allowed(values[name]):
+                    faults.append(f"{section}.{name} = {shown(values[name])}; expected {check.allowed}.")
     faults += [f"{key} = {shown(text)}; expected text without control characters." for key, text in _odd_texts(table)]
     for section, values in table.items():
         odd = [name for name in values.get("arguments", {}) if not name.isidentifier()]
@@ -318,65 +343,3 @@ def _odd_texts(table: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, st
         for name, value in values.items():
             texts = [value] if isinstance(value, str) else value if isinstance(value, tuple) else ()
             yield from ((f"{section}.{name}", text) for text in texts if has_control(text))
-
-
-def _at_least(least: int) -> Check:
-    return (lambda value: least <= value), f"an integer of at least {least}"
-
-
-def _names_are_distinct(names: tuple[str, ...]) -> bool:
-    return 0 < len(names) == len(set(names)) and "" not in names
-
-
-# A run's name becomes a folder, a log file, a line of a batch script and a word of commands that people copy.
-_RUN_NAME = re.compile(r"\w([\w .,+=@-]*[\w.,+=@-])?")
-_MOST_NAME_BYTES = 200  # file names may have 255, and numbers are put behind it
-_NAME = re.compile(r"[^\W\d]\w*(\.\w+)*(:[^\W\d]\w*(\.\w+)*)?")
-_POSITIVE: Check = (lambda value: value > 0 and math.isfinite(value)), "a positive number"
-_NOT_NEGATIVE: Check = (lambda value: value >= 0 and math.isfinite(value)), "a number of at least 0"
-_REQUIRED: Check = (lambda name: bool(_NAME.fullmatch(name))), "a built-in name or module:function"
-_OPTIONAL: Check = (lambda name: not name or bool(_NAME.fullmatch(name))), f"{_REQUIRED[1]}, or empty"
-
-_CHECKS: dict[str, Check] = {
-    "run.name": (
-        (lambda name: bool(_RUN_NAME.fullmatch(name)) and len(name.encode()) <= _MOST_NAME_BYTES),
-        "letters, digits, inner spaces and any of _ . , + = @ -, beginning with a letter, a digit or _, "
-        f"of at most {_MOST_NAME_BYTES} bytes",
-    ),
-    "run.folder": (bool, "a folder"),
-    "run.seed": _at_least(0),
-    "data.train": ((lambda files: bool(files) and "" not in files), "at least one HDF5 file"),
-    "data.validation": ((lambda files: "" not in files), "HDF5 files, or none"),
-    "data.validation_fraction": ((lambda fraction: 0 <= fraction < 1), "a number in [0, 1)"),
-    "data.fields": (_names_are_distinct, "at least one dataset, each once"),
-    "data.global_batch": _at_least(1),
-    "data.streams": _at_least(0),
-    "data.mixing_chunks": _at_least(0),
-    "data.memory_bytes": _at_least(0),
-    "data.threads": _at_least(0),
-    "data.transform": _OPTIONAL,
-    "data.sample_transform": _OPTIONAL,
-    "model.name": _REQUIRED,
-    "loss.name": _REQUIRED,
-    "optimizer.name": _REQUIRED,
-    "optimizer.lr": _POSITIVE,
-    "scheduler.name": _OPTIONAL,
-    "train.epochs": _at_least(1),
-    "train.clip_norm": ((lambda norm: norm >= 0 and math.isfinite(norm)), "a number of at least 0"),
-    "train.micro_batch": _at_least(0),
-    "train.threads": _at_least(0),
-    "train.on_end": _OPTIONAL,
-    "train.min_ranks": _at_least(1),
-    "reduce.bucket_bytes": _at_least(1),
-    "reduce.piece_bytes": _at_least(0),
-    "checkpoint.every_epochs": _at_least(0),
-    "checkpoint.every_steps": _at_least(0),
-    "checkpoint.keep": _at_least(1),
-    "log.every_steps": _at_least(0),
-    "log.progress_s": _POSITIVE,
-    "log.trace_steps": _at_least(0),
-    "log.trace_from": _at_least(0),
-    "watch.stall_warning_s": _NOT_NEGATIVE,
-    "watch.stall_abort_s": _NOT_NEGATIVE,
-    "watch.compare_steps": _at_least(0),
-}
