@@ -166,7 +166,7 @@ class Trainer:
             if self.world.size == 1 and is_out_of_memory(error):  # of several the guard says so
                 error.add_note(f"Out of memory {self.world.status.where()}. {MEMORY_ADVICE}")
             self.saver.leave(error)
-            self.trace.abandon()
+            self.trace.give_up()
             raise
         finally:
             self.recorder.close()

@@ -206,7 +206,7 @@ class Departure:
                 while not _is_done(request):
                     time.sleep(LEAVE_POLL_S)
         if communicators.is_elastic():
-            self.watchdog.abandon()  # the last one here may meet ranks that are gone already
+            self.watchdog.stop()  # the last one here may meet ranks that are gone already
             return
         # From here to the end of MPI ranks wait for each other without a watchdog.
         is_all = self.watchdog.size == MPI.COMM_WORLD.size

@@ -94,17 +94,15 @@ class Watchdog:
         while (self._told.phase, self._told.is_long) != phase and self._thread.is_alive() and time.monotonic() < end:
             time.sleep(ANNOUNCE_POLL_S)
 
-    def abandon(self) -> None:
-        """Ends the thread. The communicator stays: one of its ranks has died. Not collective."""
+    def stop(self) -> None:
+        """Ends the thread. The communicator stays, as it must where one of its ranks has died. Not collective."""
         self._stop.set()
         self._wake.set()
         self._thread.join(END_TIMEOUT_S)
 
     def close(self) -> None:
         """Ends the thread and gives the communicator back. Collective; all ranks have left their main program."""
-        self._stop.set()
-        self._wake.set()
-        self._thread.join(END_TIMEOUT_S)
+        self.stop()
         if self.mailbox is not None and not self._thread.is_alive():
             self.mailbox.close()
 
@@ -290,7 +288,7 @@ def watch_again(
     """
     if before is None:
         return None
-    before.abandon()
+    before.stop()
     watchdog = Watchdog(comm, host, node, guard, may_talk=before.mailbox is not None)
     watchdog.configure(before.warning_s, before.abort_s)
     guard.before_abort, status.announce = watchdog.silence, watchdog.announce

@@ -123,7 +123,7 @@ def test_a_trace_that_is_given_up_needs_nobody(world: World, mpi_tmp_path: Path,
     trace = Trace(world, mpi_tmp_path / "trace.json", from_step=2, steps=4)
     for _ in range(steps_before):
         trace.step()
-    trace.abandon()
+    trace.give_up()
     assert status.spans is None
     for _ in range(10 + world.rank):
         trace.step()

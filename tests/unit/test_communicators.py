@@ -1,5 +1,7 @@
 """Which errors tell of the death of a rank, and when it can be survived; metrics cut off in the middle of a line."""
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,29 @@ def test_freed_communicators_are_forgotten() -> None:
     assert len(communicators._open) == before + 1
     communicators.closed(comm)  # type: ignore[arg-type]
     assert len(communicators._open) == before
+
+
+def test_memory_that_messages_use_outlives_its_owner_at_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behaviour 31: until the next loss, as a message that was broken off may still arrive."""
+    monkeypatch.setattr(communicators, "_open", {})
+
+    class Buffer:
+        """Something that can be referred to weakly."""
+
+    dropped, used, later = Buffer(), Buffer(), Buffer()
+    references = [weakref.ref(buffer) for buffer in (dropped, used, later)]
+    communicators.keep_at_loss(dropped, used)
+    del dropped
+    communicators.forget_all()
+    communicators.forget_all()  # one more rank was lost meanwhile: still the same loss
+    del used
+    gc.collect()
+    assert [reference() is not None for reference in references] == [False, True, True]
+    communicators.keep_at_loss(later)
+    communicators.forget_all()
+    gc.collect()
+    assert [reference() is not None for reference in references] == [False, False, True]
+    communicators._kept.clear()
 
 
 @pytest.mark.parametrize(("text", "length"), [("", 0), ("{}\n", 3), ("{}\n{", 3), ("{}\n{}\n", 6), ("{", 0)])

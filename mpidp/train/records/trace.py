@@ -136,7 +136,7 @@ class Trace:
         first, self._clock = self._clock, None
         self._write(spans, first, read_clock(self.world))
 
-    def abandon(self) -> None:
+    def give_up(self) -> None:
         """Ranks have died, or this one has failed: there will be no trace. Not collective.
 
         Also where none was begun: the others may have taken one step more or less, and begin and end need all.
