@@ -18,16 +18,27 @@ if TYPE_CHECKING:
 
 
 class Batch:
-    """The samples of one step that this rank holds.
+    """The samples of one step that this rank holds; loaders make them.
 
     Each field is a tensor (size, ...) on the rank's device: `batch["x"]`, or `batch.x` where the name is not
     one of the attributes below. `x, y = batch` unpacks the tensors in the order of `fields`.
 
-    fields: the names of the fields.
-    size: number of samples here; 0 on a rank that has none in this step.
-    global_size: number of samples of the step over all ranks.
-    indices: row numbers of the samples here in the whole data set, over all files (int64 array).
-    last: False on all but the last of the `micro_batches` of a step.
+        for batch in loader:
+            batch.weigh(F.cross_entropy(model(batch.x), batch.y)).backward()
+
+    Attributes:
+        fields: the names of the fields.
+        size: number of samples here; 0 on a rank that has none in this step.
+        global_size: number of samples of the step over all ranks.
+        indices: row numbers of the samples here in the whole data set, over all files (int64 array).
+        last: False on all but the last of the `micro_batches` of a step.
+
+    Args:
+        tensors: the fields by name, (n, ...) each, with n as many as `indices`.
+        indices: row numbers, int64 (n,).
+        global_size: samples of the step over all ranks.
+        world: the ranks.
+        place: epoch, and samples of it up to the end of the step.
     """
 
     def __init__(
@@ -85,16 +96,20 @@ class Batch:
     def weigh(self, loss: Tensor, count: int | None = None) -> Tensor:
         """Return `loss` scaled so that its plain mean over ranks is the mean over the global batch.
 
-        `loss` (scalar) is the mean over the samples here, or over `count` other things here, such as tokens.
-        With `count` this is collective: all ranks call it, with their own counts. Where there is nothing (0
-        samples, or count 0) the loss may be NaN; the result is then 0 and gives parameters no gradient at
-        all, though `backward` still passes all of them. At world size 1 the result is `loss` itself.
+        Where there is nothing (0 samples, or count 0) the loss may be NaN; the result is then 0 and gives parameters
+        no gradient at all, though `backward` still passes all of them. At world size 1 the result is `loss` itself.
 
         Of a micro batch that is not the last, `backward()` of the result only accumulates: `DataParallel` reduces the
         whole sum in that of the last one.
 
-        Raises `DataError` for a loss that is no scalar, a negative count, and a count on a micro batch (whose
-        share of all counts is not known yet: weigh sums by hand there).
+        Args:
+            loss: scalar, the mean over the samples here, or over `count` other things here.
+            count: how many other things, such as tokens; then this is collective: all ranks call it, with their own
+                counts.
+
+        Raises:
+            DataError: a loss that is no scalar, a negative count, and a count on a micro batch (whose share of all
+                counts is not known yet: weigh sums by hand there).
         """
         check_loss(loss)
         status.batch = self._place  # `DataParallel` sees that all ranks reduce the same
@@ -106,8 +121,11 @@ class Batch:
         """Return this batch in slices of at most `max_size` samples, sizes within one of each other.
 
         The sum of their weighed losses is the weighed loss of the whole, and one `backward()` each gives its
-        gradients, with or without `no_sync()`. A batch without samples gives one
-        slice without samples. Ranks may get different numbers of slices; `last` is True for the last.
+        gradients, with or without `no_sync()`. A batch without samples gives one slice without samples. Ranks may get
+        different numbers of slices; `last` is True for the last.
+
+        Raises:
+            DataError: `max_size` is less than 1.
         """
         if max_size < 1:
             raise DataError(f"micro batches of {max_size} samples; give at least 1")

@@ -244,9 +244,16 @@ class HDF5Loader(Passes):
         """Go on where `state` was taken: exactly its unseen samples follow.
 
         Seed, streams, mixing_chunks and, if it was chosen by "auto", shuffle of `state` are adopted. Another global
-        batch, another number of ranks and other paths of the same files are fine. accept_changed: begin the epoch
-        anew, and say so, where the files hold other rows, chunks or values than those of `state`, instead of raising.
-        Raises `DataError` for these and another shuffle, and, if the rows are split by the seed, for another seed.
+        batch, another number of ranks and other paths of the same files are fine.
+
+        Args:
+            state: what `state_dict()` returned, of a loader of this version.
+            accept_changed: begin the epoch anew, and say so, where the files hold other rows, chunks or values than
+                those of `state`, instead of raising.
+
+        Raises:
+            DataError: other rows, chunks or values; another shuffle; and, if the rows are split by the seed, another
+                seed.
         """
         missing = self.state_dict().keys() - state.keys()
         if missing:

@@ -89,8 +89,11 @@ def _reads_single_rows(dataset: DataSet, most_cache_bytes: int = CACHE_BYTES) ->
 class Resources:
     """What a rank may use to read.
 
-    threads: that decode. held_groups: groups of rows that are held decoded. kept_bytes: of decoded chunks, for
-    orders that come back to them. cache_bytes: of decoded blocks of fields whose chunks are taller than others'.
+    Attributes:
+        threads: that decode.
+        held_groups: groups of rows that are held decoded.
+        kept_bytes: of decoded chunks, for orders that come back to them.
+        cache_bytes: of decoded blocks of fields whose chunks are taller than others'.
     """
 
     threads: int

@@ -2,25 +2,19 @@
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 
 import mpidp
 from mpidp.errors import DataError
 from mpidp.hdf5.dataset import Field, Rows
-from mpidp.hdf5.files.describe import describe
 from mpidp.hdf5.modes import memory, node
 from mpidp.hdf5.modes.memory import Contents, Read
 from mpidp.hdf5.modes.node import NodeMemory
 from mpidp.hdf5.modes.store import SpreadMemory
-from mpidp.hdf5.order.order import Order, PlanRows
 from mpidp.hdf5.order.plan import Piece
-from mpidp.hdf5.order.split import Split
-from mpidp.hdf5.read import RowReader, Selection
 from mpidp.world.world import World
 
 Held = NodeMemory | SpreadMemory
@@ -104,40 +98,6 @@ def test_dtypes(world: mpidp.World, kind: str, code: str) -> None:
         held = KINDS[kind](contents, reader(contents), world)
         check(held, contents, np.random.default_rng(world.rank).permutation(contents.num_rows))
         held.close()
-
-
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_rows_of_a_file(world: mpidp.World, kind: str, mpi_tmp_path: Path) -> None:
-    """Behaviour 24: an epoch of one part of a real file, each of its rows once, at any number of ranks."""
-    path = mpi_tmp_path / "data.h5"
-    x = np.random.default_rng(0).integers(0, 256, (203, 28, 28)).astype("u1")
-    if world.rank == 0:
-        with h5py.File(path, "w") as file:
-            file.create_dataset("x", data=x, chunks=(16, 28, 28), compression="gzip", shuffle=True)
-            file.create_dataset("y", data=np.arange(203) % 7 == 0, chunks=(50,))
-    world.barrier()
-    dataset = world.call_on_root(lambda: describe(path, ("x", "y")))
-    selection = Selection(dataset, Split(dataset.chunk_rows, 0.25, 7), "train")
-    reads = RowReader(selection)
-    held = KINDS[kind](Contents.of(selection), reads.read, world)
-    reads.close()
-    order = Order(selection.chunk_rows, 3, 4, 2, 16)
-    plan = order.plan(0)
-    rows = PlanRows(plan)
-    seen: list[int] = []
-    for position in range(0, order.num_samples, 16):
-        numbers = rows(plan.local_indices(position, world.size, world.rank))
-        out = Rows.empty(dataset.fields, len(numbers))
-        held.start(numbers)
-        held.finish(out)
-        np.testing.assert_array_equal(out.fields["x"], x[out.numbers])
-        np.testing.assert_array_equal(out.fields["y"], out.numbers % 7 == 0)
-        seen += [row for part in world.comm.allgather(out.numbers.tolist()) for row in part]
-    train = [
-        dataset.chunk_starts[chunk] + selection.split.rows(chunk, "train") for chunk in range(len(dataset.chunk_rows))
-    ]
-    assert sorted(seen) == sorted(np.concatenate(train).tolist())
-    held.close()
 
 
 @pytest.mark.parametrize("kind", list(KINDS))

@@ -42,50 +42,6 @@ def global_rows(world: World, indices: np.ndarray) -> list[int]:
     return sorted(np.concatenate(world.comm.allgather(indices)).tolist())
 
 
-@pytest.mark.parametrize("shuffle", SHUFFLES)
-def test_global_batches_are_those_of_one_rank(world: World, path: Path, shuffle: Shuffle) -> None:
-    """Behaviours 23 and 24, over two epochs."""
-    loader = make(path, world, shuffle=shuffle)
-    alone = make(path, World.alone(), shuffle=shuffle)
-    for epoch in range(2):
-        seen: list[int] = []
-        plan = alone.order.plan(epoch)
-        for step, batch in enumerate(loader):
-            np.testing.assert_array_equal(batch.x[:, 0].numpy(), batch.indices)
-            rows = global_rows(world, batch.indices)
-            assert rows == sorted(plan.rows(plan.local_indices(step * 16, 1, 0)).tolist())
-            assert len(rows) == batch.global_size
-            seen += rows
-        assert sorted(seen) == list(range(ROWS))
-        assert step + 1 == len(loader) == len(alone)
-
-
-@pytest.mark.parametrize("shuffle", SHUFFLES)
-def test_resume_from_one_rank(world: World, path: Path, shuffle: Shuffle) -> None:
-    """Behaviour 25: saved by one rank with another global batch, resumed by all."""
-    alone = make(path, World.alone(), global_batch=25, seed=4, shuffle=shuffle)
-    batches = iter(alone)
-    seen = [row for _ in range(3) for row in next(batches).indices.tolist()]
-    loader = make(path, world, shuffle=shuffle)
-    loader.load_state_dict(alone.state_dict())
-    alone.close()
-    rest = [row for batch in loader for row in global_rows(world, batch.indices)]
-    assert sorted(seen + rest) == list(range(ROWS))
-
-
-def test_validation_counts_every_sample_once(world: World, path: Path) -> None:
-    """Behaviour 26: a metric over uneven parts equals that of one process."""
-    loader = make(path, world, shuffle="none", split=("validation", 0.3), global_batch=7)
-    alone = make(path, World.alone(), shuffle="none", split=("validation", 0.3), global_batch=61)
-    expected = next(iter(alone)).x[:, 0].mean().item()
-    sums = [0.0, 0.0]
-    for batch in loader:
-        sums = [sums[0] + batch.x[:, 0].sum().item(), sums[1] + batch.size]
-    total, count = world.sum(sums)
-    assert count == 61 == loader.num_samples
-    assert total / count == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("global_batch", [1, 16])
 def test_weighed_gradients_average_to_those_of_one_rank(world: World, path: Path, global_batch: int) -> None:
     """Behaviours 7 and 16: the plain mean over ranks, some without samples, is the mean over the batch."""
@@ -112,16 +68,6 @@ def test_counts_are_summed_over_ranks(world: World, path: Path) -> None:
     assert world.mean(weighed) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("fields", [("x", "z"), ("x", "y")])
-def test_errors_reach_every_rank(world: World, path: Path, fields: tuple[str, ...]) -> None:
-    """Behaviour 29: a missing dataset, and a missing file, which rank 0 finds and all ranks raise."""
-    missing = path if "z" in fields else path.with_name("missing.h5")
-    text = 'no dataset "z"' if "z" in fields else "no such file"
-    with pytest.raises(DataError, match=text):
-        make(missing, world, fields=fields)
-    assert world.all(True)  # all ranks are here: none still waits in the constructor
-
-
 @pytest.mark.mpi(min_size=2)
 def test_ranks_that_disagree(world: World, path: Path) -> None:
     """Behaviour 33: an error on every rank that names both sides."""
@@ -130,7 +76,7 @@ def test_ranks_that_disagree(world: World, path: Path) -> None:
 
 
 def test_the_world_of_init_is_taken(world: World, path: Path) -> None:
-    """Behaviour 23: forgotten, the ranks share the samples all the same; None asks for all of them."""
+    """Behaviour 23: forgotten, the ranks share the samples all the same; a world alone takes all of them."""
     shared = HDF5Loader(path, ("x",), 16, streams=8)
     assert shared.world is world
     assert sorted(row for batch in shared for row in global_rows(world, batch.indices)) == list(range(ROWS))

@@ -6,7 +6,8 @@ open for writing, truncated, of unequal lengths, scalars, empty datasets, variab
 (`test_hdf5_file`: wrong files), lists of indices and byte order (`test_matrix`), unsigned integers (`test_convert`),
 samples along the last axis (`test_field`), permutations of 10^10 rows (`test_order`), unequal step counts and padded
 evaluation (`test_modes` on several ranks), growing memory (`test_soak`), large chunks read for single rows
-(`test_budget`), pinned memory (`test_device_copy`), a spawned worker that imports MPI (`test_loader`: an open pass).
+(`test_budget`), pinned memory (`test_device_copy`), a spawned worker that imports MPI (`test_loader_passes`: an open
+pass).
 """
 
 import errno

@@ -1,8 +1,5 @@
 """`mpidp.shares`: an ordinary DataLoader's batches, on one process and on ranks that are only pretended."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loaders import OneOf
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -25,22 +23,6 @@ class Squares(Dataset[tuple[int, Tensor]]):
     def __getitem__(self, index: int) -> tuple[int, Tensor]:
         assert 0 <= index < N
         return index, torch.tensor(float(index**2))
-
-
-@dataclass(frozen=True)
-class OneOf:
-    """A rank of a world whose other ranks are not there."""
-
-    rank: int
-    size: int
-    roots: Any = None
-
-    def broadcast(self, obj: Any) -> Any:
-        return self.roots or obj
-
-    @contextmanager
-    def raise_on_all_ranks(self, what: str) -> Iterator[None]:
-        yield
 
 
 def make(rank: int = 0, size: int = 1, global_batch: int = 10, **options: Any) -> mpidp.Shares:

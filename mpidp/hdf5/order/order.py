@@ -24,13 +24,18 @@ Shuffle = Literal["streams", "full", "none"]
 class Order:
     """The order of a data set.
 
-    `chunk_rows` (int64) are the lengths of consecutive row ranges that are read together; they may be 0.
-    `streams` is the number of virtual workers, `mixing_chunks` the number of chunks whose rows are permuted
-    together inside a stream, `global_batch` the samples of one step over all ranks. `shuffle`: "streams" (whole
-    chunks are read, once), "full" (any permutation, slow on large chunks) or "none" (file order). `drop_last`
-    leaves out the last step of an epoch if it has fewer samples than `global_batch`.
+    Attributes:
+        chunk_rows: int64 lengths of consecutive row ranges that are read together; they may be 0.
+        seed: 0 to 2^64 - 1.
+        streams: how many parts of the permuted chunks a batch takes its samples from in turn.
+        mixing_chunks: how many chunks of a stream have their rows permuted together.
+        global_batch: the samples of one step over all ranks.
+        shuffle: "streams" (whole chunks are read, once), "full" (any permutation, slow on large chunks) or "none" (file
+            order).
+        drop_last: leave out the last step of an epoch if it has fewer samples than `global_batch`.
 
-    Raises `DataError` for a value out of range and for a data set of no rows.
+    Raises:
+        DataError: a value out of range, or a data set of no rows.
     """
 
     chunk_rows: IntArray
@@ -249,8 +254,10 @@ class Passes:
     def _begin_pass(self, over: str, name: str, speaks: bool) -> None:
         """Choose where a pass begins: behind the position only in a shuffled order, or if someone asked for it.
 
-        over: what the loop is over, for the message. name: of the variable that holds it, likewise. speaks: whether
-        this rank says that a pass goes on which was left.
+        Args:
+            over: what the loop is over, for the message.
+            name: of the variable that holds it, likewise.
+            speaks: whether this rank says that a pass goes on which was left.
         """
         if not self.remaining_steps:
             self._finish_epoch()
