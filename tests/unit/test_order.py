@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import chain
+from unittest.mock import patch
 from zlib import crc32
 
 import numpy as np
@@ -108,7 +109,7 @@ def test_groups_hold_whole_chunks_and_make_up_the_same_order(order: Order) -> No
         inside = numbers == number
         offsets = spots[inside] - plan.group_start(np.array([number]))
         np.testing.assert_array_equal(line[group.permutation][offsets], plan.rows(indices[inside]))
-        assert len(line) <= plan.largest_group
+        assert len(line) <= np.diff(plan._group_spots).max()
 
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)
@@ -226,3 +227,29 @@ def test_positions_outside_the_epoch() -> None:
 def test_automatic_streams(num_rows: int, chunk_bytes: int, streams: int) -> None:
     """At most 64, one a row, and 1 GiB of groups of 4 chunks."""
     assert automatic_streams(num_rows, chunk_bytes, 4) == streams
+
+
+@settings(deadline=None, max_examples=100)
+@given(orders(), st.data())
+def test_rows_do_not_depend_on_what_was_asked_before(order: Order, data: st.DataObject) -> None:
+    """Behaviour 25: batch after batch, or any samples, also those that no rank would ask for."""
+    plan = order.plan(1)
+    for _ in range(3):
+        indices = np.array(data.draw(st.lists(st.integers(0, order.num_samples - 1))), dtype=np.int64)
+        np.testing.assert_array_equal(plan.rows(indices), order.plan(1).rows(indices))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_each_permutation_is_drawn_once(size: int) -> None:
+    """The cost of a batch does not grow with the chunks: 1,000 batches, and as many permutations as groups."""
+    order = Order(np.full(50, 160), seed=1, streams=4, mixing_chunks=5, global_batch=8)
+    drawn: list[int] = []
+    for rank in range(size):
+        plan = order.plan(0)
+        assert isinstance(plan, StreamPlan)
+        draw = plan._group_permutation
+        with patch.object(plan, "_group_permutation", lambda group, draw=draw: drawn.append(group) or draw(group)):
+            for position in range(0, order.num_samples, 8):
+                plan.rows(plan.local_indices(position, size, rank))
+    groups = set(order.plan(0).groups(np.arange(order.num_samples)).tolist())  # type: ignore[attr-defined]
+    assert sorted(drawn) == sorted(groups)

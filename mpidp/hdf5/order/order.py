@@ -92,75 +92,6 @@ class Order:
         return StreamPlan(self.chunk_rows, self.global_batch, self.seed, epoch, self.streams, self.mixing_chunks)
 
 
-class PlanRows:
-    """`plan.rows` for batch after batch, at a cost in proportion to them.
-
-    `EpochPlan.rows` may be asked for any sample, and draws the permutation of each sample's group anew. This is
-    `plan.rows`, with the permutations of the current groups of those streams kept that were asked for.
-
-    They take 8 bytes for each row of these groups.
-    """
-
-    def __init__(self, plan: EpochPlan) -> None:
-        self._plan = plan
-        if isinstance(plan, StreamPlan):
-            self._streams = _StreamRows(plan)
-
-    def __call__(self, indices: IntArray) -> IntArray:
-        """Return the row (int64) of each global index, as `plan.rows` does."""
-        return self._streams(indices) if isinstance(self._plan, StreamPlan) else self._plan.rows(indices)
-
-
-class _StreamRows:
-    """The rows of the current group of each stream, in the order of the epoch."""
-
-    def __init__(self, plan: StreamPlan) -> None:
-        self._plan = plan
-        self._slots = np.full(plan.streams, -1, dtype=np.int64)  # of each stream, in what follows
-        self._group = np.empty(0, dtype=np.int64)
-        self._rows = np.empty((0, plan.largest_group), dtype=np.int64)
-
-    def __call__(self, indices: IntArray) -> IntArray:
-        """Return the row of each global index."""
-        spots = self._plan.spots(indices)
-        groups = self._plan.groups(spots)
-        offsets = spots - self._plan.group_start(groups)
-        streams = np.asarray(indices, dtype=np.int64) % self._plan.streams
-        slots = self._find_slots(streams)
-        rows = np.empty(len(spots), dtype=np.int64)
-        pending = np.arange(len(spots))
-        while pending.size:
-            # The first pending sample of each stream says which group comes next there.
-            needed, first = np.unique(slots[pending], return_index=True)
-            first = pending[first]
-            for slot, group, stream in zip(
-                needed.tolist(), groups[first].tolist(), streams[first].tolist(), strict=True
-            ):
-                if self._group[slot] != group:
-                    self._load(slot, group, stream)
-            held = groups[pending] == self._group[slots[pending]]
-            ready, pending = pending[held], pending[~held]
-            rows[ready] = self._rows[slots[ready], offsets[ready]]
-        return rows
-
-    def _find_slots(self, streams: IntArray) -> IntArray:
-        """Return where the group of each stream is kept, making room for streams that are new."""
-        new = np.unique(streams[self._slots[streams] < 0])
-        if new.size:
-            self._slots[new] = len(self._group) + np.arange(new.size)
-            self._group = np.append(self._group, np.full(new.size, -1))
-            room = np.empty((new.size, self._rows.shape[1]), dtype=np.int64)
-            self._rows = np.concatenate([self._rows, room])
-        return self._slots[streams]
-
-    def _load(self, slot: int, group: int, stream: int) -> None:
-        start, stop = self._plan.group_start(np.array([group, group + 1])).tolist()
-        first = start - int(self._plan.spots(np.array([stream]))[0])
-        places = np.arange(first, first + stop - start, dtype=np.int64)
-        self._rows[slot, : stop - start] = self._plan.rows(stream + self._plan.streams * places)
-        self._group[slot] = group
-
-
 # A bijection costs the same for one row and for hundreds: so those of some steps are computed at once.
 _STEPS_AT_ONCE = 32
 
@@ -200,16 +131,14 @@ def step_rows(order: Order, share: Share) -> Iterator[tuple[Step, IntArray]]:
     """Yield each step from `share` on, without end, with the selected rows (int64) that the rank has in it."""
     endless = steps(order, share)
     plan, planned = order.plan(share.epoch), share.epoch
-    rows_of = PlanRows(plan)
     while True:
         coming = list(islice(endless, _STEPS_AT_ONCE))
         for epoch in sorted({step.epoch for step in coming}):
             if epoch != planned:
                 plan, planned = order.plan(epoch), epoch
-                rows_of = PlanRows(plan)
             own = [step for step in coming if step.epoch == epoch]
             indices = [plan.local_indices(step.start, share.size, share.rank) for step in own]
-            rows = rows_of(np.concatenate(indices))
+            rows = plan.rows(np.concatenate(indices))
             yield from zip(own, np.split(rows, np.cumsum([len(each) for each in indices])[:-1]), strict=True)
 
 

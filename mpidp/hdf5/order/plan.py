@@ -1,9 +1,9 @@
 """The order of one epoch: rows as they lie in the file, permuted as a whole, or shuffled in streams.
 
-All plans hold memory in proportion to chunks, never to rows. In streams, chunks are permuted whole and laid end to end;
-the line is cut into streams of equal length; inside a stream rows are permuted within groups of a few chunks. Global
-index i is place i // streams of stream i % streams, so a batch mixes all streams, while a reader of one stream holds
-one group.
+Plans hold memory in proportion to chunks, never to rows, beside one group's permutation for each stream. In streams,
+chunks are permuted whole and laid end to end; the line is cut into streams of equal length; inside a stream rows are
+permuted within groups of a few chunks. Global index i is place i // streams of stream i % streams, so a batch mixes all
+streams, while a reader of one stream holds one group.
 """
 
 from abc import ABC, abstractmethod
@@ -110,6 +110,7 @@ class StreamPlan(EpochPlan):
         self._piece_spots = np.union1d(self._chunk_spots, self._stream_spots)
         self._group_pieces, self._stream_groups = self._form_groups(mixing_chunks)
         self._group_spots = self._piece_spots[self._group_pieces]
+        self._kept: dict[int, tuple[int, IntArray]] = {}
 
     def _form_groups(self, mixing_chunks: int) -> tuple[IntArray, IntArray]:
         """Return the first piece of each group and the first group of each stream, each with the end added."""
@@ -129,9 +130,9 @@ class StreamPlan(EpochPlan):
         groups = self.groups(spots)
         by_group = np.argsort(groups, kind="stable")
         numbers, firsts = np.unique(groups[by_group], return_index=True)
-        for group, inside in zip(numbers, np.split(by_group, firsts[1:]), strict=False):
+        for group, inside in zip(numbers.tolist(), np.split(by_group, firsts[1:]), strict=False):
             start = self._group_spots[group]
-            spots[inside] = start + self._group_permutation(int(group))[spots[inside] - start]
+            spots[inside] = start + self._kept_permutation(group)[spots[inside] - start]
         return self._row_at(spots)
 
     def local_indices(self, position: int, size: int, rank: int) -> IntArray:
@@ -174,11 +175,6 @@ class StreamPlan(EpochPlan):
         start = self._stream_spots[stream]
         return groups, self._group_spots[groups] - start, self._group_spots[groups + 1] - start
 
-    @property
-    def largest_group(self) -> int:
-        """The number of rows of the largest group of this epoch."""
-        return int(np.diff(self._group_spots).max())
-
     def group(self, group: int) -> Group:
         """Return the pieces and the permutation of a group, numbered as by `groups`."""
         pieces = range(self._group_pieces[group], self._group_pieces[group + 1])
@@ -190,8 +186,20 @@ class StreamPlan(EpochPlan):
         begin = int(self._chunk_spots[slot])
         return Piece(int(self._chunks[slot]), start - begin, stop - begin)
 
+    def _kept_permutation(self, group: int) -> IntArray:
+        """Return the permutation of a group. The last one of each stream is kept: ranks go through streams in order."""
+        stream = self._stream_of(group)
+        number, permuted = self._kept.get(stream, (-1, None))
+        if permuted is None or number != group:
+            permuted = self._group_permutation(group)
+            self._kept[stream] = group, permuted
+        return permuted
+
+    def _stream_of(self, group: int) -> int:
+        return int(np.searchsorted(self._stream_groups, group, side="right")) - 1
+
     def _group_permutation(self, group: int) -> IntArray:
-        stream = int(np.searchsorted(self._stream_groups, group, side="right")) - 1
+        stream = self._stream_of(group)
         count = int(self._group_spots[group + 1] - self._group_spots[group])
         number = group - int(self._stream_groups[stream])
         return permutation(count, self._seed, GROUP_ROWS, self._epoch, stream, number)
