@@ -1,1 +1,1 @@
-"""Ways to do the same work in, their times in one fair run out: behind `mpidp bench`."""
+"""Benchmarks behind `mpidp bench`: competing ways to do the same work, timed fairly in one run."""

@@ -1,1 +1,1 @@
-"""What can be wrong with a machine, an installation and a job: facts, checks that read them, a report."""
+"""The command `mpidp doctor`: facts of a machine, an installation and a job, checks that read them, a report."""

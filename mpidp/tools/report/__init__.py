@@ -1,1 +1,1 @@
-"""Run folders in, a page about them out: behind `mpidp report`. Needs neither torch nor MPI."""
+"""The page about runs behind `mpidp report`. Needs neither torch nor MPI."""
