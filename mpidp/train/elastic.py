@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from mpidp.errors import SHARED_MARK, LaunchError
+from mpidp.errors import SHARED_MARK, LaunchError, MpidpError
 from mpidp.printable import listed
 from mpidp.train.batch_norm import combine_statistics
 from mpidp.train.sharded.optimizer import ShardedOptimizer
@@ -58,8 +58,8 @@ class Elastic:
 
         elastic.run(train)
 
-    Between `agree` and the next batch there must be no collective but the optimizer's step. A death before the first
-    `restore` ends the job.
+    From `agree` until the step is counted there must be no collective but the optimizer's step. A death before the
+    first `restore` ends the job.
 
     Attributes:
         world: the ranks that are left.
@@ -93,7 +93,7 @@ class Elastic:
 
     @property
     def goes_on(self) -> bool:
-        """Whether ranks were lost and no step has been taken since."""
+        """Whether ranks were lost and no step has been taken since; the same on all ranks in each call of `train`."""
         return self._held is not None
 
     def run(self, train: Callable[[World], T]) -> T:
@@ -119,7 +119,8 @@ class Elastic:
         """Goes on with what was just made, from the last step before ranks were lost. Collective.
 
         Called once in each call of `train`, when all is made and before anything is trained. On the first one it
-        changes nothing. Running statistics of batch norm are combined over the ranks that are left.
+        changes nothing: a checkpoint is loaded before. Running statistics of batch norm are combined over the ranks
+        that are left.
 
         Returns:
             Whether ranks were lost.
@@ -180,12 +181,13 @@ class _Agreed:
     buffers: dict[str, Tensor]
     num_samples_apart: int
     place: dict[str, int]
+    step: int
 
     @staticmethod
     def of(state: TrainState) -> "_Agreed":
         buffers = {name: buffer.clone() for name, buffer in state.model.named_buffers()}
         place = {"epoch": state.loader.epoch, "position": state.loader.position}
-        return _Agreed(buffers, state.model.num_samples_apart, place)
+        return _Agreed(buffers, state.model.num_samples_apart, place, state.step)
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,11 @@ class _Held:
 
     @staticmethod
     def of(state: TrainState, agreed: _Agreed) -> "_Held":
+        if state.step - agreed.step not in (0, 1):
+            raise MpidpError(
+                f"step {state.step} follows step {agreed.step} of the last Elastic.agree() or restore(): call agree() "
+                f"in every step, and load a checkpoint before restore()"
+            )
         state.model.num_samples_apart = 0  # of which it would warn
         saved = state.shared_state()
         buffers = {name: buffer for name, buffer in agreed.buffers.items() if name in saved["model"]}

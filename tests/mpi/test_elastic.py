@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import mpidp
+from mpidp.errors import MpidpError
 from mpidp.train.elastic import Elastic, _Agreed, _Held
 
 DIGITS = Path(__file__).parents[2] / "data" / "digits.h5"
@@ -57,6 +58,8 @@ def test_a_step_that_was_broken_off_leaves_no_trace(world: mpidp.World, is_shard
     losses(state, 5, elastic)
     agreed = _Agreed.of(state)
     state.model(next(iter(state.loader)).x.float())
+    with pytest.raises(MpidpError, match=r"step 5 follows step 3 .* load a checkpoint before restore"):
+        _Held.of(state, replace(agreed, step=3))
     held = _Held.of(state, agreed)
     held = replace(held, saved=held.saved | {"ranks": world.size + 1})
     for seed in (1, 2):  # twice, as one more may die before all have gone on
