@@ -140,12 +140,3 @@ def test_no_mpi_and_no_torch_where_none_is_needed(damaged: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ})
     assert done.returncode == 0, done.stderr
-
-
-def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["checkpoint", "--help"]) == 0
-    assert "verify" in capsys.readouterr().out
-    assert main(["checkpoint", "verfy"]) == 2
-    assert "Did you mean mpidp checkpoint verify?" in capsys.readouterr().err
-    assert main(["checkpoint", "export", "--help"]) == 0
-    assert "--optimizer" in capsys.readouterr().out

@@ -194,6 +194,7 @@ def test_python_dash_m_exits_with_the_code() -> None:
         (["data", "inspect"], "arguments are required: FILE"),
         (["data", "inspect", "a", "b"], "unknown word b"),
         (["report"], "arguments are required: RUN_FOLDER"),
+        (["data", "verify", "a.h5", "--limit=0"], "--limit=0; expected at least 1"),
         (
             ["data", "convert", "a.npy", "b.h5", "--chunk_row=3"],
             "unknown option --chunk_row=3. Did you mean '--chunk-rows'?",

@@ -191,26 +191,11 @@ def test_lines_tell_of_progress(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == ""
 
 
-def test_words_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("verify", tmp_path / "in.h5", "--limit=0") == 2
-    assert "--limit=0; expected at least 1" in capsys.readouterr().err
-    assert run("verify") == 2
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_a_file_without_permission(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_sound(tmp_path / "in.h5")
     path.chmod(0)
     assert "permission denied" in report(capsys, path, code=1)["findings"][0]["text"]
-
-
-@pytest.mark.parametrize(
-    ("command", "option"),
-    [("inspect", "Exit code 1"), ("verify", "--limit"), ("convert", "--shuffle-rows"), ("make", "--classes")],
-)
-def test_help(capsys: pytest.CaptureFixture[str], command: str, option: str) -> None:
-    assert run(command, "--help") == 0
-    assert option in capsys.readouterr().out
 
 
 def test_linked_files_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
