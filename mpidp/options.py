@@ -113,6 +113,7 @@ def _parser(kind: type, prog: str, default: object, words: Sequence[str]) -> _Pa
         add_help=False,
         allow_abbrev=False,
     )
+    parser.color = False  # type: ignore[attr-defined]  # Python 3.14 has it; what is printed is plain text
     parser.add_argument(*HELP, action=_Help, nargs=0, help="Show this text.")
     _add(parser, kind, default, "", is_help_wanted=any(word in HELP for word in words))
     places = [action.metavar for action in parser._actions if not action.option_strings]

@@ -12,7 +12,7 @@ import pytest
 
 import mpidp
 from mpidp.cli import COMMANDS, Command, main, speaks
-from mpidp.config import RunConfig
+from mpidp.config import FieldSection, RunConfig
 from mpidp.errors import SHARED_MARK, ConfigError, DataError
 from mpidp.options import HelpWanted, parse
 from mpidp.tools.data.options import ConvertOptions, VerifyOptions
@@ -278,7 +278,9 @@ def test_keyword_arguments_are_laid_over_those_of_the_file(run_file: str) -> Non
         "gelu",
         "--optimizer.arguments.eps=1e-6",
     ]
-    config = read_options([run_file, *words, "--model.arguments.width=0.5"]).config
+    Path(run_file).write_text(f"{RUN_FILE}[data.field.x]\nscale = 2")
+    config = read_options([run_file, *words, "--model.arguments.width=0.5", "--data.field.x.offset=1e3"]).config
+    assert config.data.field == {"x": FieldSection(scale=2.0, offset=1000.0)}
     assert config.model.arguments == {"width": 0.5, "depth": [1, 2], "act": "gelu"}
     assert config.optimizer.arguments == {"betas": [0.9, 0.95], "eps": 1e-6}
 
@@ -302,10 +304,8 @@ def test_help_shows_the_values_of_the_file(run_file: str, capsys: pytest.Capture
 
 
 def test_options_of_other_commands() -> None:
-    words = ["a.npy", "b.npy", "--fields=x,y", "c.h5", "--chunk_bytes", "1.5KiB", "--no-byte-shuffle"]
-    expected = ConvertOptions(
-        no_byte_shuffle=True, chunk_bytes=1536, paths=("a.npy", "b.npy", "c.h5"), fields=("x", "y")
-    )
+    words = ["a.npy", "b.npy", "--fields=x,y", "c.h5", "--chunk_bytes", "1.5KiB", "--mode=L"]
+    expected = ConvertOptions(chunk_bytes=1536, paths=("a.npy", "b.npy", "c.h5"), fields=("x", "y"), mode="L")
     assert parse(ConvertOptions, "mpidp data convert", words) == expected
     assert parse(VerifyOptions, "mpidp data verify", ["--json", "a.h5"]) == VerifyOptions(("a.h5",), json=True)
     with pytest.raises(HelpWanted, match="How many findings are named for each file"):
