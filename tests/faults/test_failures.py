@@ -16,7 +16,7 @@ WAIT = "\nworld.sum([1.0])\nworld.barrier()\nprint('end of rank', world.rank, fl
 
 
 def run(code: str, ranks: int = 3, **environment: str) -> Result:
-    return run_job(["-c", START + code + WAIT], ranks, environment=environment)
+    return run_job(["-c", START + code + WAIT], ranks, timeout_s=40, environment=environment)
 
 
 def tag(rank: int, ranks: int = 3) -> str:
@@ -70,7 +70,7 @@ if world.rank == 1: os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
-    "rank, statement", [(1, "sys.exit(7)"), (0, "sys.exit()"), (1, "raise SystemExit('no such file')"), (2, "exit(7)")]
+    "rank, statement", [(1, "sys.exit(7)"), (0, "sys.exit()"), (2, "raise SystemExit('no such file')")]
 )
 def test_a_rank_that_leaves_while_others_wait(rank: int, statement: str) -> None:
     """Behaviour 30: noticed within seconds, whatever the limits; what is no failure for itself is one for the job."""
