@@ -18,9 +18,13 @@ from mpidp.world.collectives import reduced, wait
 from mpidp.world.library import mapped_files, read_maps
 from mpidp.world.mpi import MPI
 
+log = logging.getLogger("mpidp.rank")
+
 PAGE_BYTES = 4096
-SHARED_MEMORY = "/dev/shm"
 CROWDED_PAUSE_S = 1e-4
+
+# MPICH 4 and 5. Memory of windows has lost its name by the time that they can be used.
+_NAMES = re.compile(r"/dev/shm/mpich_shm_[0-9a-f]+_\d+")
 
 
 class SharedWindow:
@@ -97,27 +101,17 @@ def _map(file: str, size: int) -> mmap.mmap:
         os.close(descriptor)
 
 
-def free_shared_memory() -> int | None:
-    """Bytes left for shared memory on this node; None where it cannot be asked. Not collective."""
-    if not os.path.isdir(SHARED_MEMORY):
-        return None
-    facts = os.statvfs(SHARED_MEMORY)
-    return facts.f_bavail * facts.f_frsize
-
-
-log = logging.getLogger("mpidp.rank")
-
-# MPICH 4 and 5. Memory of windows has lost its name by the time that they can be used.
-_NAMES = re.compile(r"/dev/shm/mpich_shm_[0-9a-f]+_\d+")
-
-
 def shared_files(maps: str) -> list[str]:
     """Those of this process that have a name, from the text of `/proc/self/maps`. Pure."""
     return [path for path in mapped_files(maps) if _NAMES.fullmatch(path)]
 
 
 def forget_names(node_comm: MPI.Intracomm) -> None:
-    """Removes the names, when every rank of the node has the memory. Collective on the node."""
+    """Removes the names of MPICH's files in /dev/shm, when every rank has the memory. Collective on the node.
+
+    MPICH removes them when MPI ends, which a killed job never comes to: megabytes would stay in use. Memory lasts as
+    long as a process has it, named or not.
+    """
     node_comm.Barrier()
     if node_comm.rank != 0:
         return

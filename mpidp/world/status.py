@@ -11,6 +11,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+START, BETWEEN = "start", "between steps"
+NO_BATCH = -1, -1
+_NOTHING = nullcontext()
 Kind = Literal["step", "phase", "wait", "work"]
 
 
@@ -55,11 +58,6 @@ class Spans:
         stop_ns = time.monotonic_ns()
         self.found.append(Span(name, kind, threading.current_thread().name, start_ns, stop_ns))
         return stop_ns
-
-
-START, BETWEEN = "start", "between steps"
-NO_BATCH = -1, -1
-_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
