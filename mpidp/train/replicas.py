@@ -17,7 +17,7 @@ from mpidp.errors import SHARED_MARK, MismatchError
 from mpidp.printable import listed
 from mpidp.train.checksum import Piece, cut, flat, sum_of_bits
 from mpidp.train.signature import broadcast_tensor, check_same
-from mpidp.world.agreement import DelayedEquality
+from mpidp.world.collectives import DelayedEquality
 from mpidp.world.world import World
 
 EVERY_STEPS = 100

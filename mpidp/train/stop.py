@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mpidp.world import signals
-from mpidp.world.agreement import DelayedMaximum
+from mpidp.world.collectives import DelayedMaximum
 from mpidp.world.exit import STOPPED_EARLY, leave
 from mpidp.world.world import World
 

@@ -23,8 +23,7 @@ from mpidp.train.checkpoint.publish import OWNED_BY, PARTIAL, complete, discard
 from mpidp.train.checkpoint.read import STATE, folder_name, part_name
 from mpidp.train.checkpoint.write import Snapshot, write_parts
 from mpidp.world import communicators
-from mpidp.world.agreement import DelayedMaximum
-from mpidp.world.collectives import share_error
+from mpidp.world.collectives import DelayedMaximum, share_error
 from mpidp.world.mpi import MPI
 from mpidp.world.system import Process
 from mpidp.world.world import World
