@@ -97,14 +97,3 @@ def test_an_error_on_one_rank(
     world.barrier()
     monkeypatch.setattr(staging, "copy_range", copy_range)
     Staging(sources, world, node).close()
-
-
-def test_errors_of_the_first_rank_reach_all(world: mpidp.World, node: Path, sources: list[str]) -> None:
-    """Behaviour 29: a missing file, and a folder that is not there."""
-    with pytest.raises(DataError, match="No such file"):
-        Staging([*sources, str(node / "missing.h5")], world, node)
-    with pytest.raises(DataError, match="is no folder on"):
-        Staging(sources, world, node / "missing")
-    assert world.all(True)
-    world.barrier()
-    assert not list(node.iterdir())

@@ -195,4 +195,4 @@ def test_values_that_cannot_be(options: dict[str, Any], text: str) -> None:
 def test_ranks_must_agree() -> None:
     """Behaviour 33: both sides are named."""
     with pytest.raises(MismatchError, match=r"rank 1 made mpidp.shares with \(53, 10, 0, .*rank 0 with .*'other'"):
-        mpidp.shares(N, 10, world=OneOf(1, 2, (("other",), ())))  # type: ignore[arg-type]
+        mpidp.shares(N, 10, world=OneOf(1, 2, roots=(("other",), ())))  # type: ignore[arg-type]
