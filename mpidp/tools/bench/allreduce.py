@@ -135,7 +135,7 @@ class _Contest:
         self._chosen: dict[str, str] = {}
 
     def close(self) -> None:
-        """Gives back the buckets' memory, when nobody looks at a side any more. Collective."""
+        """Free the memory of the buckets; no side may be used afterwards. Collective."""
         for reducer in self._reducers.values():
             reducer.close()
 

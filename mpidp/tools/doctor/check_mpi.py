@@ -95,10 +95,10 @@ def _gpu_memory(facts: RankFacts, mpi: Library) -> Iterator[Finding]:
 
 
 def check_before_start(launch: LaunchFacts, environment: Mapping[str, str], library_text: str) -> Finding | None:
-    """What would stop MPI from starting, or start every rank alone; None when nothing speaks against it.
+    """What would stop MPI from starting, or start every rank alone; None when it can be started.
 
-    What a library does when it does not understand its launcher differs: some stop with a text of their own, which
-    nobody can catch. So the variables are looked at before MPI is started.
+    What a library does when it does not understand its launcher differs: some stop the process with a text of their
+    own, which cannot be caught. So the variables are checked before MPI is started.
 
     Args:
         launch: what the launcher said.

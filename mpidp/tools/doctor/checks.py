@@ -90,7 +90,7 @@ def check_measured(measured: Mapping[str, Any], num_nodes: int) -> Iterator[Find
     """
     if "error" in measured:
         text = f"the probe failed: {measured['error']}"
-        yield fail("probe", text, "mend that first; mpidp train would stop at the same place")
+        yield fail("probe", text, "fix that first; mpidp train would stop at the same place")
         return
     ms = {name: f"{measured[name] * 1e3:.1f} ms" for name in ("copy_s", "allreduce_s", "step_s", "plain_step_s")}
     copy = f"a copy of {size_text(measured['num_bytes'])} takes {ms['copy_s']}"

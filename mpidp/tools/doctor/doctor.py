@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """Look at this machine, this installation and this job, and say what is wrong and how to mend it.
+    """Look at this machine, this installation and this job, and say what is wrong and how to fix it.
 
     Alone, or on all ranks under mpiexec or srun, which are then compared. Alone it starts MPI in a child process only.
     Exit code 3 when something FAILs.
@@ -56,7 +56,7 @@ def doctor(options: DoctorOptions) -> int:
     """Look, print, and return the exit code: 0, or 3 where something fails. Collective under a launcher."""
     if options.log:
         return _say(Report(_read(options.log)), options)
-    _hear_end(False)
+    _end_at_sigterm(False)
     facts = gather(options.file)
     if facts.launch.launcher == "none":
         return _say(_alone(facts, options.probe), options)
@@ -76,7 +76,7 @@ def _alone(facts: RankFacts, probe: bool) -> Report:
 
 
 def _before_start(facts: RankFacts) -> tuple[RankFacts, Finding | None]:
-    """Load the MPI library without starting it; also what speaks against starting it, or None."""
+    """Load the MPI library without starting it; and return the reason why it must not be started, or None."""
     try:
         from mpidp.world.library import describe
     except (ImportError, LaunchError) as error:
@@ -90,9 +90,9 @@ def _together(facts: RankFacts, options: DoctorOptions) -> int:
     from mpidp.world.exit import start_guarded
     from mpidp.world.library import describe
 
-    _hear_end(True)  # MPI may wait in vain
+    _end_at_sigterm(True)  # starting MPI may wait for ever
     comm = start_guarded()
-    _hear_end(False)
+    _end_at_sigterm(False)
     facts = replace(facts, mpi=describe())
     if facts.launch.size not in (None, comm.size):  # every process is alone, and sees all that is to be said
         return _say_as_one_of_many(Report(check([facts]), [facts]), facts, options)
@@ -104,7 +104,7 @@ def _together(facts: RankFacts, options: DoctorOptions) -> int:
         findings += check_measured(measured, len({facts.system.host for facts in job})) if measured else []
         code = _say(Report(findings, job, measured), options)
     code = comm.bcast(code, root=0)
-    # The launcher reports what is not 0; one rank says it, lest some launchers call it a crash of many.
+    # A code that is not 0 comes from one rank only: some launchers call it a crash if it comes from many.
     return code if comm.rank == 0 else 0
 
 
@@ -117,13 +117,13 @@ def _measure(comm: "MPI.Intracomm", findings: list[Finding]) -> dict[str, Any] |
     return probe()
 
 
-def _hear_end(is_heard: bool) -> None:
-    """Whether SIGTERM ends this rank, unless it is the one that speaks.
+def _end_at_sigterm(ends: bool) -> None:
+    """Set whether SIGTERM ends this rank, unless it is the one that prints.
 
     `srun -K` sends it to all others when rank 0 leaves with 3, and would report that signal instead of the code.
     """
     if not launch_facts(os.environ).speaks:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if is_heard else signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if ends else signal.SIG_IGN)
 
 
 def _read(path: str) -> list[Finding]:
@@ -134,7 +134,9 @@ def _read(path: str) -> list[Finding]:
 
 
 def _say_as_one_of_many(report: Report, facts: RankFacts, options: DoctorOptions) -> int:
-    """Where processes cannot meet, the launcher's own numbers tell which of them speaks, and has the exit code.
+    """Print the report of one process, where the processes of a job cannot communicate.
+
+    The launcher's own numbers tell which process prints, and that one has the exit code.
 
     Some launchers end all others when the first one leaves with a code that is not 0.
     """

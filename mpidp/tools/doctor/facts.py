@@ -134,7 +134,7 @@ class Answer:
 class Child:
     """A child at work: it starts at construction, so that several may work at once.
 
-    It is told nothing of the launcher, lest it be taken for a rank.
+    It gets none of the launcher's variables, so that no library takes it for a rank.
     """
 
     def __init__(self, module: str, *words: str):

@@ -37,17 +37,17 @@ class Finding:
 
 
 def ok(code: str, text: str) -> Finding:
-    """A finding that is good news, or only news."""
+    """A finding that needs no action."""
     return Finding(Level.OK, code, text)
 
 
 def warn(code: str, text: str, fix: str) -> Finding:
-    """A finding that may cost time or trouble."""
+    """A finding that may cost time or cause trouble."""
     return Finding(Level.WARN, code, text, fix)
 
 
 def fail(code: str, text: str, fix: str) -> Finding:
-    """A finding that must be mended."""
+    """A finding that must be fixed: it stops a job or makes it wrong."""
     return Finding(Level.FAIL, code, text, fix)
 
 
