@@ -33,14 +33,20 @@ class Filter:
 class Storage:
     """Where and how the values of one dataset are stored, in bytes of a file.
 
-    path: the file that holds the bytes; not the one that was asked for where an external link leads on.
-    dtype: as stored, byte order included. shape: of the whole dataset, in stored order of axes.
-    axis: the axis that counts samples. chunk: shape of a chunk; without chunks, that of a row.
-    filters: in the order they were applied when writing.
-    offsets, sizes: int64 (blocks, tiles), bytes from the start of the file; masks: uint32 of the same shape,
-    bit i set where filter i was skipped, or None where none was. Without chunks, one offset and one size. A
-    chunk that was never written has offset -1 and reads as `fill`.
-    inline: the values themselves, where they lie in the dataset's header ("compact"); offsets then count in them.
+    Attributes:
+        path: the file that holds the bytes; not the one that was asked for where an external link leads on.
+        dtype: as stored, byte order included.
+        shape: of the whole dataset, in stored order of axes.
+        axis: the axis that counts samples.
+        chunk: shape of a chunk; without chunks, that of a row.
+        chunked: whether there are chunks.
+        filters: in the order they were applied when writing.
+        offsets: int64 (blocks, tiles), bytes from the start of the file; -1 for a chunk that was never written.
+            Without chunks, one offset, and one size.
+        sizes: int64 (blocks, tiles), bytes as stored.
+        masks: uint32 (blocks, tiles), bit i set where filter i was skipped; None where none was.
+        fill: bytes of the value that chunks read as which were never written.
+        inline: the values themselves, where they lie in the dataset's header ("compact"); offsets then count in them.
     """
 
     path: str
@@ -137,11 +143,17 @@ _LEAST_ROW_BYTES = 256
 class StoredFile:
     """One file of a data set.
 
-    `range_rows` rows are read together: some chunks of the field with most bytes a row, or about 1 MiB where
-    nothing is chunked. `sizes` are the bytes of this file and of those that its external links lead to, by
-    path. For each field, `storages` says where its bytes lie; where they can only be read by HDF5 itself that
-    is None, and `slow` says why. `packings`: how values of fields that are unpacked are packed in this file.
-    `digests` are of some values of each field (see `fingerprint.py`).
+    Attributes:
+        path: as it was given, absolute.
+        sizes: bytes of this file and of those that its external links lead to, by path.
+        num_rows: of every field.
+        range_rows: rows that are read together: some chunks of the field with most bytes a row, or about 1 MiB
+            where nothing is chunked.
+        chunked: whether any field is.
+        storages: where the bytes of each field lie; None where only HDF5 itself can read them.
+        slow: for each field why that is so, or "".
+        packings: how values of fields that are unpacked are packed in this file.
+        digests: of some values of each field (see `fingerprint.py`).
     """
 
     path: str
@@ -167,13 +179,18 @@ class StoredFile:
 
 @dataclass(frozen=True, eq=False)
 class DataSet:
-    """Fields over the rows of all files. A *chunk* is a range of rows of one file that are read together."""
+    """Fields over the rows of all files. A *chunk* is a range of rows of one file that are read together.
+
+    Attributes:
+        fields: as batches hold them.
+        files: in the order in which their rows are counted.
+        decoders: functions of the user's, by name of the field. Each rank has them itself: they are not sent.
+        num_selected: rows that a loader takes of a part of a split; None where it takes all.
+    """
 
     fields: tuple[Field, ...]
     files: tuple[StoredFile, ...]
-    # By the name of the field. Functions of the user's, which each rank has itself: they are not sent.
     decoders: Mapping[str, Decode] = field(default_factory=dict, repr=False)
-    # Of a loader that takes a part of a split: the rows of that part.
     num_selected: int | None = None
 
     def __len__(self) -> int:

@@ -63,18 +63,26 @@ _TARGETS = {str(dtype) for dtype in SUPPORTED - _WIDER.keys()} | {BFLOAT16}
 class FieldSpec:
     """How a dataset becomes a field of the batches.
 
-    dataset: its name in the files. name: of the field; that of the dataset (and member) where empty.
-    member: a member of a compound type. axis: which axis counts the samples; negative from the end.
-    dtype: of the tensors, such as "float32" or "bfloat16"; that of the file where empty, uint16, uint32 and
-    uint64 as the next wider signed integer. scale, offset: values become value * scale + offset (float32
-    unless `dtype` says otherwise).
-    decode: given an array (n, ...) of stored values, such as fixed-length strings or compounds, returns n
-    numbers or arrays of one shape. It is called in threads, for any n of at least 1, before scale and offset. Text
-    of varying length comes as bytes objects, opaque data as np.void.
-    cf: whether the attributes `_FillValue`, `missing_value`, `scale_factor` and `add_offset` (CF conventions of
-    netCDF) are honoured: unpacked floating-point values, NaN where there are none, before scale and offset.
+    Args:
+        dataset: its name in the files.
+        name: name of the field; that of the dataset (and member) where empty.
+        member: a member of a compound type.
+        axis: which axis counts the samples; negative from the end.
+        dtype: of the tensors, such as "float32" or "bfloat16"; that of the file where empty, uint16, uint32 and
+            uint64 as the next wider signed integer.
+        scale: values become value * scale + offset, float32 unless `dtype` says otherwise.
+        offset: see `scale`.
+        decode: given an array (n, ...) of stored values, such as fixed-length strings or compounds, returns n
+            numbers or arrays of one shape. It is called in threads, for any n of at least 1, before scale and
+            offset. Text of varying length comes as bytes objects, opaque data as np.void.
+        cf: whether the attributes `_FillValue`, `missing_value`, `scale_factor` and `add_offset` (CF conventions of
+            netCDF) are honoured: unpacked floating-point values, NaN where there are none, before scale and offset.
 
-    Raises `DataError` for what cannot be.
+    Raises:
+        DataError: for what cannot be.
+
+    Example:
+        >>> FieldSpec("image", dtype="float32", scale=1 / 255)
     """
 
     dataset: str
