@@ -77,7 +77,7 @@ def cut(tensors: Sequence[Tensor], parts: int) -> list[list[Piece]]:
     return lists
 
 
-def sum_of_bits(pieces: Sequence[Piece]) -> Tensor:
+def checksum(pieces: Sequence[Piece]) -> Tensor:
     """One int64, on the device of the first tensor, by position of the piece, so that no exchange goes unseen."""
     sums = [part for piece in pieces for part in _sums(flat(piece.tensor)[piece.start : piece.stop])]
     device = sums[0].device

@@ -28,10 +28,8 @@ from mpidp.world.world import World
 PREFIXES = ("module.", "_orig_mod.")
 
 
-def load_plain_state(
-    module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-) -> Any:
-    """Load a state as `module.load_state_dict` does. Not collective.
+def load_plain_state(module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+    """Loads a state as `module.load_state_dict` does. Not collective.
 
     If every key begins with the prefix of a wrapper of torch's, and no key of the module does, the prefix is left out:
     a checkpoint of `DistributedDataParallel(model).state_dict()` or of a compiled model loads as it is.
@@ -40,7 +38,6 @@ def load_plain_state(
         module: takes the state.
         state_dict: by the names of `module.state_dict()`; not changed.
         strict: whether it must have all names of the module and no others.
-        assign: put the tensors of `state_dict` in the place of the module's own.
 
     Returns:
         What `module.load_state_dict` returns: missing and unexpected keys.
@@ -50,7 +47,7 @@ def load_plain_state(
         RuntimeError: what torch raises for names or shapes that do not fit.
     """
     state_dict = _without_prefixes(module, state_dict)
-    result = module.load_state_dict(state_dict, strict=strict, assign=assign)
+    result = module.load_state_dict(state_dict, strict=strict)
     if not strict and len(result.unexpected_keys) >= len(state_dict):
         raise CheckpointError(
             f"load_state_dict(strict=False) loaded nothing: the state has {listed(state_dict, most=3) or 'no keys'}, "

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mpidp.errors import SHARED_MARK, MismatchError
 from mpidp.printable import listed
-from mpidp.train.checksum import Piece, cut, flat, sum_of_bits
+from mpidp.train.checksum import Piece, checksum, cut, flat
 from mpidp.train.signature import broadcast_tensor, check_same
 from mpidp.world.collectives import DelayedEquality
 from mpidp.world.world import World
@@ -70,7 +70,7 @@ class ReplicaCheck:
         if last > first and self._parts[last]:
             self._summed = self._parts[last]
             with torch.no_grad():
-                self._sum = _read_later(sum_of_bits(self._summed))
+                self._sum = _read_later(checksum(self._summed))
         self._step += 1
 
     def restart(self) -> None:
@@ -110,7 +110,7 @@ class ReplicaCheck:
         tensors = self._tensors()
         lines = [f"{name}: {tuple(tensor.shape)}, {tensor.dtype}" for name, tensor in tensors.items()]
         check_same(self.world, lines, "parameters, buffers and optimizer state")
-        sums = [int(sum_of_bits([Piece(tensor, 0, tensor.numel())])) for tensor in tensors.values()]
+        sums = [int(checksum([Piece(tensor, 0, tensor.numel())])) for tensor in tensors.values()]
         found = find_diverged(list(tensors), self.world.comm.allgather(sums))
         if found:
             text = describe(found[0], tensors[found[0].name], self.world)

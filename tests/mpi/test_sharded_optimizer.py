@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from contextlib import nullcontext
 from typing import Any
 
@@ -344,29 +343,6 @@ def test_a_flipped_bit_is_found_before_the_step_spreads_or_hides_it(world: mpidp
 
 
 @pytest.mark.mpi
-def test_options_that_an_optimizer_keeps_itself(world: mpidp.World) -> None:
-    """A count in its group, as schedule-free optimizers have it, goes on, and is seen outside."""
-
-    class Counting(torch.optim.SGD):
-        elementwise = True
-
-        def step(self, closure: Any = None) -> Any:
-            self.param_groups[0]["lr"] = 1 / (1 + self.param_groups[0].setdefault("k", 0))
-            self.param_groups[0]["k"] += 1
-            return super().step(closure)
-
-    parameters = [nn.Parameter(torch.ones(200)) for _ in range(2)]
-    plain, sharded = Counting([parameters[0]], lr=1.0), ShardedOptimizer(Counting([parameters[1]], lr=1.0), world)
-    for _ in range(3):
-        for parameter, optimizer in zip(parameters, (plain, sharded), strict=True):
-            parameter.grad = torch.ones(200)
-            optimizer.step()
-    assert torch.equal(*parameters)
-    assert sharded.param_groups[0]["k"] == 3
-    sharded.close()
-
-
-@pytest.mark.mpi
 def test_a_float32_state_of_16_bit_parameters(world: mpidp.World) -> None:
     """An optimizer of the user's own may keep it; dealing anew does not round it."""
 
@@ -389,78 +365,6 @@ def test_a_float32_state_of_16_bit_parameters(world: mpidp.World) -> None:
     totals = [state["total"] for state in sharded.inner.state.values()]
     assert all(total.dtype == torch.float32 and bool((total == 2 + 2**-6).all()) for total in totals)
     sharded.close()
-
-
-@pytest.mark.mpi
-def test_closures(world: mpidp.World) -> None:
-    """Called once, with gradients on, before the step."""
-    parameter = nn.Parameter(torch.ones(100))
-    sharded = ShardedOptimizer(torch.optim.SGD([parameter], lr=0.5), world)
-
-    def closure() -> float:
-        sharded.zero_grad()
-        loss = parameter.square().sum()
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss.item()
-
-    assert sharded.step(closure) == 100
-    assert torch.equal(parameter, torch.zeros(100))
-    sharded.close()
-
-
-class Mixing(torch.optim.Optimizer):
-    """An optimizer of the user's own, of which nothing is known."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.Adafactor, Mixing])
-def test_optimizers_that_mix_elements_are_refused_by_name(world: mpidp.World, kind: Any) -> None:
-    """On all ranks; with what may be used instead."""
-    with pytest.raises(MpidpError, match=rf"{kind.__name__} cannot be sharded.*Use one of SGD, Adam, .*elementwise"):
-        ShardedOptimizer(kind([nn.Parameter(torch.ones(4, 4))]), world)
-
-
-@pytest.mark.mpi
-def test_an_own_optimizer_that_promises_to_be_elementwise(world: mpidp.World) -> None:
-    """As a class of the user's own derived from one of torch's."""
-
-    class Own(torch.optim.SGD):
-        elementwise = True
-
-    parameter = nn.Parameter(torch.ones(300))
-    sharded = ShardedOptimizer(Own([parameter], lr=1.0), world)
-    parameter.grad = torch.ones(300)
-    sharded.step()
-    assert torch.equal(parameter, torch.zeros(300))
-    sharded.close()
-
-
-@pytest.mark.mpi
-def test_what_else_is_refused(world: mpidp.World) -> None:
-    """Parameters with holes between their elements; further groups; odd numbers of copies."""
-    holes = nn.Parameter(torch.ones(4, 6)[:, ::2])
-    with pytest.raises(MpidpError, match=r"parameter 0 of shape \(4, 3\) does not lie densely"):
-        ShardedOptimizer(torch.optim.SGD([holes]), world)
-    with pytest.raises(ValueError, match="copies = 3: give 1, or 2"):
-        ShardedOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(3))]), world, copies=3)
-    parameter = nn.Parameter(torch.ones(3, 4, 5, 6))
-    plain = torch.optim.SGD([parameter])
-    sharded = ShardedOptimizer(plain, world)
-    with pytest.raises(MpidpError, match="takes no further parameters"):
-        sharded.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-    with pytest.raises(MpidpError, match="cannot be copied or pickled: save full_state_dict"):
-        copy.deepcopy(sharded)
-    parameter.data = parameter.detach().to(memory_format=torch.channels_last)
-    with pytest.raises(MpidpError, match=r"parameter 0 of shape \(3, 4, 5, 6\) had strides .*change memory formats"):
-        sharded.step()
-    sharded.close()
-    scheduled = torch.optim.SGD([nn.Parameter(torch.ones(3))])
-    torch.optim.lr_scheduler.ExponentialLR(scheduled, 0.9)
-    with pytest.raises(MpidpError, match="make it afterwards, over the sharded one"):
-        ShardedOptimizer(scheduled, world)
 
 
 @pytest.mark.mpi(min_size=2)

@@ -101,12 +101,6 @@ def test_a_part_of_a_state_loads() -> None:
     assert torch.equal(source[0].weight, target[0].weight)
 
 
-def test_assign_takes_the_tensors_themselves() -> None:
-    source, target = model(1), model(2)
-    load_plain_state(target, source.state_dict(), assign=True)
-    assert target[0].weight.data_ptr() == source[0].weight.data_ptr()
-
-
 class DataParallel(nn.Module):
     """Somebody's own layer of that name."""
 

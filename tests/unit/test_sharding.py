@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
+import mpidp
 from mpidp.errors import MpidpError
 from mpidp.train.sharded.gather import pieces
 from mpidp.train.sharded.layout import BLOCK, Run, holders, overlap, shards, sources
+from mpidp.train.sharded.optimizer import ShardedOptimizer
 from mpidp.train.sharded.state import RANKS, SHAPES, cut, join, plain_state
 
 NUMELS = st.lists(st.integers(0, 1000), min_size=1, max_size=8)
@@ -141,3 +146,85 @@ def test_the_state_of_a_parameter_without_dimensions() -> None:
 def test_a_state_of_another_shape_is_refused_by_name() -> None:
     with pytest.raises(MpidpError, match=r"'row_var' has shape \(4, 1\) for a parameter of shape \(4, 5\)"):
         cut({"row_var": torch.zeros(4, 1)}, torch.zeros(4, 5), Run(0, 0, 20))
+
+
+@pytest.fixture(scope="module")
+def world() -> mpidp.World:
+    """One rank."""
+    return mpidp.init()
+
+
+def test_options_that_an_optimizer_keeps_itself(world: mpidp.World) -> None:
+    """A class that promises to be elementwise: a count in its group goes on, and is seen outside."""
+
+    class Counting(torch.optim.SGD):
+        elementwise = True
+
+        def step(self, closure: Any = None) -> Any:
+            self.param_groups[0]["lr"] = 1 / (1 + self.param_groups[0].setdefault("k", 0))
+            self.param_groups[0]["k"] += 1
+            return super().step(closure)
+
+    parameters = [nn.Parameter(torch.ones(200)) for _ in range(2)]
+    plain, sharded = Counting([parameters[0]], lr=1.0), ShardedOptimizer(Counting([parameters[1]], lr=1.0), world)
+    for _ in range(3):
+        for parameter, optimizer in zip(parameters, (plain, sharded), strict=True):
+            parameter.grad = torch.ones(200)
+            optimizer.step()
+    assert torch.equal(*parameters)
+    assert sharded.param_groups[0]["k"] == 3
+    sharded.close()
+
+
+def test_closures(world: mpidp.World) -> None:
+    """Called once, with gradients on, before the step."""
+    parameter = nn.Parameter(torch.ones(100))
+    sharded = ShardedOptimizer(torch.optim.SGD([parameter], lr=0.5), world)
+
+    def closure() -> float:
+        sharded.zero_grad()
+        loss = parameter.square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.item()
+
+    assert sharded.step(closure) == 100
+    assert torch.equal(parameter, torch.zeros(100))
+    sharded.close()
+
+
+class Mixing(torch.optim.Optimizer):
+    """An optimizer of the user's own, of which nothing is known."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.Adafactor, Mixing])
+def test_optimizers_that_mix_elements_are_refused_by_name(world: mpidp.World, kind: Any) -> None:
+    """On all ranks; with what may be used instead."""
+    with pytest.raises(MpidpError, match=rf"{kind.__name__} cannot be sharded.*Use one of SGD, Adam, .*elementwise"):
+        ShardedOptimizer(kind([nn.Parameter(torch.ones(4, 4))]), world)
+
+
+def test_what_else_is_refused(world: mpidp.World) -> None:
+    """Parameters with holes between their elements; further groups; odd numbers of copies."""
+    holes = nn.Parameter(torch.ones(4, 6)[:, ::2])
+    with pytest.raises(MpidpError, match=r"parameter 0 of shape \(4, 3\) does not lie densely"):
+        ShardedOptimizer(torch.optim.SGD([holes]), world)
+    with pytest.raises(ValueError, match="copies = 3: give 1, or 2"):
+        ShardedOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(3))]), world, copies=3)
+    parameter = nn.Parameter(torch.ones(3, 4, 5, 6))
+    plain = torch.optim.SGD([parameter])
+    sharded = ShardedOptimizer(plain, world)
+    with pytest.raises(MpidpError, match="takes no further parameters"):
+        sharded.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    with pytest.raises(MpidpError, match="cannot be copied or pickled: save full_state_dict"):
+        copy.deepcopy(sharded)
+    parameter.data = parameter.detach().to(memory_format=torch.channels_last)
+    with pytest.raises(MpidpError, match=r"parameter 0 of shape \(3, 4, 5, 6\) had strides .*change memory formats"):
+        sharded.step()
+    sharded.close()
+    scheduled = torch.optim.SGD([nn.Parameter(torch.ones(3))])
+    torch.optim.lr_scheduler.ExponentialLR(scheduled, 0.9)
+    with pytest.raises(MpidpError, match="make it afterwards, over the sharded one"):
+        ShardedOptimizer(scheduled, world)

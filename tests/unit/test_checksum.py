@@ -5,14 +5,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpidp.train.checksum import Piece, cut, flat, replicated, sum_of_bits
+from mpidp.train.checksum import Piece, checksum, cut, flat, replicated
 from mpidp.train.replicas import Diverged, find_diverged
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex128, torch.bool, torch.int64]
 
 
 def whole(tensor: torch.Tensor) -> int:
-    return int(sum_of_bits([Piece(tensor, 0, tensor.numel())]))
+    return int(checksum([Piece(tensor, 0, tensor.numel())]))
 
 
 @given(size=st.integers(1, 40), dtype=st.sampled_from(DTYPES), data=st.data())
@@ -39,7 +39,7 @@ def test_tensors_that_were_exchanged_are_seen() -> None:
     """Behaviour 35."""
     first, second = torch.ones(4), torch.zeros(4)
     pieces = [Piece(first, 0, 4), Piece(second, 0, 4)]
-    assert int(sum_of_bits(pieces)) != int(sum_of_bits(pieces[::-1]))
+    assert int(checksum(pieces)) != int(checksum(pieces[::-1]))
 
 
 @given(
