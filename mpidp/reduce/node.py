@@ -46,13 +46,13 @@ class NodeMean:
         topology = world.topology
         self._several_nodes = topology.num_nodes > 1
         self._local_rank, self._local_size = topology.node_comm.rank, topology.node_comm.size
-        self._num_lanes = topology.min_local_size if self._several_nodes else self._local_size
+        self._num_slices = topology.min_local_size if self._several_nodes else self._local_size
         self._block_bytes = block_bytes
         self._pause_s = options.pause_s
         self._wide = torch.empty(2, block_bytes // torch.float32.itemsize, dtype=torch.float32)
         if self._several_nodes and topology.cross_comm is not None:
-            self._lane_of_sums = Transport(topology.cross_comm, options, world.size, across_nodes=True)
-            self._lane_of_means = Transport(topology.cross_comm, options, topology.num_nodes, across_nodes=True)
+            self._across_sums = Transport(topology.cross_comm, options, world.size, across_nodes=True)
+            self._across_means = Transport(topology.cross_comm, options, topology.num_nodes, across_nodes=True)
         # What makes a node's sum its share of the mean over nodes, with few or many ranks a node.
         self._share = topology.num_nodes / world.size
         self._window = SharedWindow(topology.node_comm, num_bytes)
@@ -63,7 +63,7 @@ class NodeMean:
         stop = start + numel * dtype.itemsize
         flats = [segment[start:stop].view(dtype) for segment in self._window.segments]
         self._window.synchronize(self._pause_s)  # what all ranks of the node wrote is there
-        if self._local_rank < self._num_lanes:
+        if self._local_rank < self._num_slices:
             first, last = self._slice(numel, dtype.itemsize)
             if first < last:
                 self._mean_of_slice([flat[first:last] for flat in flats])
@@ -76,7 +76,9 @@ class NodeMean:
     def _slice(self, numel: int, itemsize: int) -> tuple[int, int]:
         """This rank's slice. Slices begin on cache lines, so that no two ranks write to one."""
         line = max(1, ALIGNMENT_BYTES // itemsize)
-        edges = [min(numel, -(-numel * lane // self._num_lanes // line) * line) for lane in range(self._num_lanes + 1)]
+        edges = [
+            min(numel, -(-numel * number // self._num_slices // line) * line) for number in range(self._num_slices + 1)
+        ]
         return edges[self._local_rank], edges[self._local_rank + 1]
 
     def _mean_of_slice(self, parts: list[Tensor]) -> None:
@@ -88,7 +90,7 @@ class NodeMean:
         narrow = parts[0].dtype in SIXTEEN_BITS
         for block in self._blocks(parts[0]):
             self._add([part[block] for part in parts], divide_by=1 / self._share if narrow else 1)
-        (self._lane_of_means if narrow else self._lane_of_sums).mean(parts[0])
+        (self._across_means if narrow else self._across_sums).mean(parts[0])
         _hand_out(parts)
 
     def _add(self, parts: list[Tensor], divide_by: float) -> None:
