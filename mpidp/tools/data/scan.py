@@ -37,9 +37,9 @@ class Finding:
     kind: str
     file: str
     dataset: str
-    rows: tuple[int, int] | None
-    chunk: tuple[int, ...] | None
     text: str
+    rows: tuple[int, int] | None = None
+    chunk: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Work:
 
     `piece` is a chunk's shape, or where there are no chunks a range of rows of about 8 MiB. Pieces are numbered with
     the last axis fastest. `missing` are the numbers (int64, ascending) of chunks never written; with `may_miss`
-    that is no finding.
+    that is no finding. `unlooked` says of which type its values are if they are decoded only.
     """
 
     name: str
@@ -58,6 +58,7 @@ class Work:
     row_major_bytes: int
     missing: IntArray
     may_miss: bool = False
+    unlooked: str = ""
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -218,4 +219,4 @@ def _unreadable(file: str, dataset: Any, work: Work, number: int, error: Excepti
         with suppress(*HDF5_ERRORS):
             info = dataset.id.get_chunk_info_by_coord(tuple(part.start for part in slices))
             text = f"cannot be decoded ({info.size} bytes at {info.byte_offset} of the file): {error}"
-    return Finding("unreadable", file, work.name, rows, work.place(number) if work.is_chunked else None, text)
+    return Finding("unreadable", file, work.name, text, rows, work.place(number) if work.is_chunked else None)

@@ -6,12 +6,13 @@ MPI is started. Collective where there are several ranks.
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from typing import Any
 
 from mpidp.hdf5.files.contents import too_large, virtual_gaps, walk
-from mpidp.hdf5.files.file import inspect, open_file
+from mpidp.hdf5.files.file import Facts, inspect, open_file
 from mpidp.hdf5.files.types import HDF5_ERRORS
 from mpidp.printable import listed
 from mpidp.tools.data.options import VerifyOptions
@@ -42,14 +43,7 @@ class FileReport:
     unlooked: tuple[str, ...] = ()
 
 
-def merge(
-    path: str,
-    works: Sequence[Work],
-    found: Sequence[Finding],
-    scans: Sequence[Scan],
-    limit: int,
-    unlooked: tuple[str, ...] = (),
-) -> FileReport:
+def merge(path: str, works: Sequence[Work], found: Sequence[Finding], scans: Sequence[Scan], limit: int) -> FileReport:
     """Put together what rank 0 found in the metadata and what all ranks found in the values.
 
     Of chunks that are missing, and of those that cannot be read, `limit` are named, and all are counted.
@@ -69,7 +63,7 @@ def merge(
         sum(scan.read_bytes for scan in scans),
         (*found, *missing[:limit], *unreadable[:limit], *values),
         len(found) + len(missing) + sum(scan.unreadable for scan in scans) + len(values),
-        unlooked,
+        tuple(f"{work.name} ({work.unlooked})" for work in works if work.unlooked),
     )
 
 
@@ -118,7 +112,7 @@ def _missing_run(path: str, work: Work, first: int, last: int) -> Finding:
     count = last - first + 1
     what = f"{count} chunks were" if work.is_chunked and count > 1 else "was"
     chunk = work.place(first) if work.is_chunked else None
-    return Finding("missing", path, work.name, rows, chunk, f"{what} never written and would read as fill values")
+    return Finding("missing", path, work.name, f"{what} never written and would read as fill values", rows, chunk)
 
 
 def _value_finding(path: str, kind: str, name: str, member: str, bad: Bad) -> Finding:
@@ -126,16 +120,7 @@ def _value_finding(path: str, kind: str, name: str, member: str, bad: Bad) -> Fi
     where = f' of member "{member}"' if member else ""
     row = (bad.first[0], bad.first[0]) if bad.first else None
     text = f"{bad.count}{where} {_KIND_TEXT[kind]}; the first is {bad.example} at {list(bad.first)}"
-    return Finding(kind, path, name, row, None, text)
-
-
-@dataclass(frozen=True)
-class Overview:
-    """What rank 0 learnt of a file: what to read, what is wrong already, and whose values say nothing to NumPy."""
-
-    works: tuple[Work, ...]
-    findings: tuple[Finding, ...]
-    unlooked: tuple[str, ...] = ()
+    return Finding(kind, path, name, text, row)
 
 
 def verify_by(options: VerifyOptions) -> tuple[str, bool]:
@@ -151,25 +136,22 @@ def verify_file(path: str, limit: int, world: World, speaks: bool = False) -> Fi
 
     A file that cannot be opened is a report with one finding.
     """
-    overview = world.call_on_root(lambda: _overview(path))
+    works, found = world.call_on_root(lambda: _overview(path))
     scan = Scan(limit)
     with world.raise_on_all_ranks(f"verifying {path}"):
-        if overview.works:
+        if works:
             with open_file(path, cache_bytes=0) as file:
-                _scan(file, path, overview, scan, (world.rank, world.size), speaks)
-    scans = world.comm.allgather(scan)
-    return merge(path, overview.works, overview.findings, scans, limit, overview.unlooked)
+                _scan(file, path, works, scan, world, speaks)
+    return merge(path, works, found, world.comm.allgather(scan), limit)
 
 
-def _scan(file: Any, path: str, overview: Overview, scan: Scan, share: tuple[int, int], speaks: bool) -> None:
-    """Read this rank's share of the blocks."""
-    rank, size = share
-    total_bytes = sum(work.num_pieces * work.piece_bytes for work in overview.works)
-    what = "verifying" if size == 1 else f"verifying (rank 0 of {size})"
-    ticker = Ticker(what, max(1, total_bytes // size), speaks)
-    for index, (work, block) in enumerate(_blocks(overview.works)):
-        if index % size != rank:
-            continue
+def _scan(file: Any, path: str, works: Sequence[Work], scan: Scan, world: World, speaks: bool) -> None:
+    """Read this rank's share of the blocks, which are dealt out in turn."""
+    total_bytes = sum(work.num_pieces * work.piece_bytes for work in works)
+    what = "verifying" if world.size == 1 else f"verifying (rank 0 of {world.size})"
+    ticker = Ticker(what, max(1, total_bytes // world.size), speaks)
+    blocks = ((work, block) for work in works for block in work.blocks())
+    for work, block in islice(blocks, world.rank, None, world.size):
         dataset = file[work.name]
         for number in block:
             if not work.is_missing(number):
@@ -177,31 +159,24 @@ def _scan(file: Any, path: str, overview: Overview, scan: Scan, share: tuple[int
             ticker.add(work.piece_bytes)
 
 
-def _blocks(works: tuple[Work, ...]) -> Iterator[tuple[Work, range]]:
-    for work in works:
-        for block in work.blocks():
-            yield work, block
-
-
-def _overview(path: str) -> Overview:
+def _overview(path: str) -> tuple[list[Work], list[Finding]]:
+    """Return what to read of a file, and what is wrong already."""
     findings: list[Finding] = []
     works: list[Work] = []
     try:
         with open_file(path, cache_bytes=0) as file:
             tree = walk(file)
-            findings += [Finding("dangling", path, name, None, None, text) for name, text in tree.dangling]
-            findings += [Finding("unreadable", path, name, None, None, text) for name, text in tree.damaged]
+            findings += [Finding("dangling", path, name, text) for name, text in tree.dangling]
+            findings += [Finding("unreadable", path, name, text) for name, text in tree.damaged]
             for name in ("", *tree.groups):
                 findings += _attribute_findings(file[f"/{name}"], path, name)
             for name in tree.datasets:
                 work, found = _look_at(file, path, name, name in tree.internal)
                 findings += found
                 works += [work] if work is not None else []
-            unlooked = tuple(name for work in works if (name := _unlooked(file, work.name)))
     except HDF5_ERRORS as error:
-        findings.append(Finding("unreadable", path, "", None, None, str(error).removeprefix(f"{path}: ")))
-        return Overview((), tuple(findings))
-    return Overview(tuple(works), tuple(findings), unlooked)
+        return [], [*findings, Finding("unreadable", path, "", str(error).removeprefix(f"{path}: "))]
+    return works, findings
 
 
 def _attribute_findings(item: Any, path: str, name: str) -> list[Finding]:
@@ -215,48 +190,46 @@ def _attribute_findings(item: Any, path: str, name: str) -> list[Finding]:
                 continue
             except HDF5_ERRORS as error:
                 text = f'attribute "{attribute}" cannot be read: {error}'
-                findings.append(Finding("unreadable", path, name, None, None, text))
+                findings.append(Finding("unreadable", path, name, text))
     except HDF5_ERRORS as error:
-        findings.append(Finding("unreadable", path, name, None, None, f"its attributes cannot be read: {error}"))
+        findings.append(Finding("unreadable", path, name, f"its attributes cannot be read: {error}"))
     return findings
 
 
-def _unlooked(file: Any, name: str) -> str:
-    """Return a dataset and its type if its values are decoded only, since they are no numbers or text to NumPy."""
-    facts = inspect(file, name)
+def _unlooked(facts: Facts) -> str:
+    """Return the type of a dataset whose values are no numbers or text to NumPy, "" for others."""
     if facts.left_out:
-        return f"{name} ({', '.join(facts.left_out.values())})"
-    return "" if facts.raw is not None or facts.type_name.startswith("string") else f"{name} ({facts.type_name})"
+        return ", ".join(facts.left_out.values())
+    return "" if facts.raw is not None or facts.type_name.startswith("string") else facts.type_name
 
 
 def _look_at(file: Any, path: str, name: str, is_internal: bool) -> tuple[Work | None, list[Finding]]:
     """Return what to read of a dataset, None if it cannot or need not be read, and what is wrong with it."""
     try:
-        work, found = _described(file, path, name)
-        if is_internal and work is not None:  # what a program keeps for itself it may leave unwritten
-            work = replace(work, may_miss=True)
+        facts = inspect(file, name)
+        work, wrong = _described(file[name], name, facts)
+        if work is not None:  # what a program keeps for itself it may leave unwritten
+            work = replace(work, may_miss=is_internal, unlooked=_unlooked(facts))
+        found = [Finding(kind, path, name, text) for kind, text in wrong.items()]
         return work, [*found, *_attribute_findings(file[name], path, name)]
     except HDF5_ERRORS as error:  # the tables of this dataset are damaged; others may be sound
         text = str(error).removeprefix(f'{path}: "{name}" ')
-        return None, [Finding("unreadable", path, name, None, None, f"cannot be described: {text}")]
+        return None, [Finding("unreadable", path, name, f"cannot be described: {text}")]
 
 
-def _described(file: Any, path: str, name: str) -> tuple[Work | None, list[Finding]]:
-    dataset = file[name]
-    facts = inspect(file, name)
+def _described(dataset: Any, name: str, facts: Facts) -> tuple[Work | None, dict[str, str]]:
+    """Return what to read of a dataset, and what is wrong with it by kind of finding."""
     if facts.unknown_filters:
         text = f"filter {', '.join(facts.unknown_filters)} is not known here; pip install 'mpidp[compression]'"
-        return None, [Finding("unreadable", path, name, None, None, text)]
+        return None, {"unreadable": text}
     if dataset.shape is None:
-        return None, []
+        return None, {}
     if damage := too_large(dataset):
-        return None, [Finding("unreadable", path, name, None, None, f"is damaged, and was not read: {damage}")]
-    gaps = virtual_gaps(dataset)
-    if gaps:
-        text = f"{gaps} is missing, and HDF5 would read fill values without a word"
+        return None, {"unreadable": f"is damaged, and was not read: {damage}"}
+    if gaps := virtual_gaps(dataset):
         work = None if dataset.external else describe_work(dataset, name)
-        return work, [Finding("dangling", path, name, None, None, text)]
-    return describe_work(dataset, name), []
+        return work, {"dangling": f"{gaps} is missing, and HDF5 would read fill values without a word"}
+    return describe_work(dataset, name), {}
 
 
 def _world() -> World:
