@@ -1,1 +1,1 @@
-"""Who am I, where do I run, what if someone fails: the only folder that imports mpi4py."""
+"""The ranks of a job: how it starts, who and where they are, how they wait and end. Alone in importing mpi4py."""

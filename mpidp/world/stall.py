@@ -1,6 +1,6 @@
-"""What every rank last said of itself comes in; who keeps the others waiting goes out, and a report for people.
+"""Waits that last too long: which ranks are missing, what is asked of them, and the report for people.
 
-Plain arithmetic and text: whoever watches may be any rank, and may have heard nothing of some.
+No MPI: the rank that watches gives what it has heard, which may be nothing of some ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""A started process in, its World out: MPI begun, devices chosen, what would go wrong later said on every rank."""
+"""Start of a job on one rank: MPI is begun, a device chosen, and what would go wrong later is found on every rank."""
 
 import os
 import socket

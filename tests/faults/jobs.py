@@ -1,4 +1,4 @@
-"""Words and a number of ranks come in, a job under mpiexec is run, its exit code and output go out.
+"""Jobs under mpiexec, run to their end: exit code and output.
 
 `MPIEXEC` in the environment replaces the launcher beside this Python, flags included.
 """

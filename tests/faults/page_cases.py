@@ -1,6 +1,6 @@
-"""The name of a case on the page about failures comes in; the program that shows it goes out.
+"""Programs that show the cases of docs/failures.md.
 
-It is a training whose rank FAILS does what the case says, in a step or between two.
+Each is a training whose rank FAILS does what the case says, in a step or between two.
 """
 
 from __future__ import annotations
