@@ -127,16 +127,11 @@ class ElasticWorld:
             yield
             return
 
-        def end_job() -> None:
-            try:
-                guard.tell(
-                    f"{guard.tag} a rank was lost, and after {limit_s:g} s (stall_abort_s) the others have not all "
-                    f"come to go on without it: the job ends."
-                )
-            finally:
-                guard.abort(1)
-
-        timer = threading.Timer(limit_s, end_job)
+        text = (
+            f"a rank was lost, and after {limit_s:g} s (stall_abort_s) the others have not all come to go on without "
+            f"it: the job ends."
+        )
+        timer = threading.Timer(limit_s, guard.end_job, (text, 1))
         timer.daemon = True
         timer.start()
         try:
