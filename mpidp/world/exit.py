@@ -18,7 +18,8 @@ import termios
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
@@ -91,9 +92,15 @@ class AbortGuard:
 
     def end_job(self, text: str, code: int, thread: str = "") -> None:
         """Prints why, with rank, node, thread, step and phase, and ends all ranks."""
-        try:
+        with self._aborting(code):
             self.tell(f"{self.tag} {thread}{_where()}{text}")
-        finally:  # also where nothing can be printed any more: a full disk, a closed pipe
+
+    @contextmanager
+    def _aborting(self, code: int) -> Iterator[None]:
+        """Ends all ranks after the block, also if it fails: by a full disk, a closed pipe, another Ctrl-C."""
+        try:
+            yield
+        finally:
             self.abort(code)
 
     def on_exception(
@@ -103,17 +110,20 @@ class AbortGuard:
         if issubclass(kind, KeyboardInterrupt):
             self.on_interrupt()
             return
-        if getattr(error, SHARED_MARK, False) and self.rank != 0:
-            time.sleep(SHARED_ERROR_GRACE_S)  # rank 0's abort ends this sleep; after it nobody else will
-        if is_out_of_memory(error):
-            error.add_note(f"This rank ran out of memory. {MEMORY_ADVICE}")
-        self.end_job("".join(traceback.format_exception(kind, error, trace)), 1, thread)
+        with self._aborting(1):
+            if getattr(error, SHARED_MARK, False) and self.rank != 0:
+                time.sleep(SHARED_ERROR_GRACE_S)  # rank 0's abort ends this sleep; after it nobody else will
+            if is_out_of_memory(error):
+                error.add_note(f"This rank ran out of memory. {MEMORY_ADVICE}")
+            self.end_job("".join(traceback.format_exception(kind, error, trace)), 1, thread)
 
     def on_interrupt(self) -> None:
         """Ctrl-C: one line for the job, and exit code 130. As a rule every rank is interrupted, and rank 0 says so."""
-        if self.rank != 0:
-            time.sleep(INTERRUPT_GRACE_S + min(self.rank, 4) / 2)  # likewise
-        self.end_job(f"interrupted{self.last_words()}", 128 + signal.SIGINT)
+        code = 128 + signal.SIGINT
+        with self._aborting(code):
+            if self.rank != 0:
+                time.sleep(INTERRUPT_GRACE_S + min(self.rank, 4) / 2)  # likewise
+            self.end_job(f"interrupted{self.last_words()}", code)
 
     def on_thread_exception(self, arguments: "threading.ExceptHookArgs") -> None:
         """The same for a helper thread; SystemExit in a thread ends only that thread, as Python has it."""
