@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import mpidp
 from mpidp.config import RunConfig, to_toml
 from mpidp.errors import DataError
 from mpidp.hdf5.batch import Batch
@@ -29,7 +30,7 @@ from mpidp.train.components import (
 )
 from mpidp.train.data_parallel import DataParallel
 from mpidp.train.elastic import Elastic
-from mpidp.train.records.progress import Progress
+from mpidp.train.records.progress import Progress, count, describe_epoch, describe_newest, summarise
 from mpidp.train.records.recorder import MetricsFile, Recorder, Tally
 from mpidp.train.records.run_folder import RunFolder
 from mpidp.train.records.starts import choose_resume, for_array_task
@@ -40,7 +41,6 @@ from mpidp.train.signature import check_same
 from mpidp.train.start import Start
 from mpidp.train.state import TrainState
 from mpidp.train.stop import StopSignal
-from mpidp.train.summary import describe_epoch, describe_newest, describe_start, describe_stop, summarise
 from mpidp.train.sync_batch_norm import SyncBatchNorm, sync_layers
 from mpidp.world.exit import MEMORY_ADVICE, is_out_of_memory
 from mpidp.world.start import init
@@ -120,7 +120,7 @@ class Trainer:
         self.folder = start.folder = held or RunFolder.create(config, world)
         if elastic is not None and elastic.restore(self.state):
             metrics_bytes, newest = start.go_on(world)
-        world.guard.last_words = partial(describe_newest, self.folder)
+        world.guard.last_words = partial(describe_newest, self.folder.path, self.folder.checkpoints)
         self.saver = start.saver = Saver(
             world,
             self.folder.checkpoints,
@@ -176,9 +176,12 @@ class Trainer:
         if self.stopped:
             self._check_saved()
             self.folder.note(self.world, end=f"stopped by {self.stopped}")
-            self.world.log_once(describe_stop(self))
+            self.world.log_once(
+                f"stopped by {self.stopped} after step {self.step:,} of {self.recorder.progress.last_step:,}; "
+                f"the state is saved. Continue with --resume {self.folder.path}"
+            )
             return self.stopped
-        self.recorder.progress.line(summarise(self, time.perf_counter() - self.start.since_s))
+        self.recorder.progress.line(self._summary(time.perf_counter() - self.start.since_s))
         self._end()
         self.folder.note(self.world, end="done")
         return ""
@@ -211,7 +214,7 @@ class Trainer:
     def _train_epochs(self) -> None:
         """To the last epoch, or until the run is asked to stop; the last checkpoint is complete then."""
         if self.elastic is None or self.elastic.loss is None:
-            self.recorder.progress.line(describe_start(self))
+            self.recorder.progress.line(self._introduction())
         else:
             self.recorder.record_loss(self.step, self.loader.epoch, self.elastic.loss)
         if not self.start.is_saved:
@@ -222,7 +225,8 @@ class Trainer:
             self._evaluate(epoch)
             if self.stopped:
                 break
-            self.recorder.progress.line(describe_epoch(self, epoch))
+            result = self.recorder.last_validation
+            self.recorder.progress.line(describe_epoch(epoch, self.config.train.epochs, self.step, result))
             self._save_after(epoch)
         if self.elastic is not None:  # who misses parameters of a rank that died in the last step, learns it here
             self.world.barrier()
@@ -365,6 +369,28 @@ class Trainer:
             self.saver.save(self.step, self._shared_state, self.state.rank_state)
         self.saved_step, self.start.is_saved = self.step, True
         self.recorder.restart(self.step)
+
+    def _introduction(self) -> str:
+        """Who trains what on what, in four lines."""
+        world, loader, choice = self.world, self.loader, self.model.choice
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        held_out = f", {self.validation.num_samples:,} held out" if self.validation else ""
+        return (
+            f"mpidp {mpidp.__version__}: {count(world.size, 'rank')} on {count(world.num_nodes, 'node')}, "
+            f"device {world.device.type}, run folder {self.folder.path}\n"
+            f"data: {loader.num_samples:,} samples to train{held_out}; {count(len(loader), 'step')} an epoch, "
+            f"{loader.order.global_batch} samples a step\n"
+            f"reading: {loader.line}\n"
+            f"model: {self.config.model.name}, {parameters:,} parameters; reducer {choice.name} ({choice.reason})"
+        )
+
+    def _summary(self, elapsed_s: float) -> str:
+        steps, recorder = self.step - self.first_step, self.recorder
+        if steps == 0:
+            return f"Nothing left to train: the run in {self.folder.path} has all its epochs."
+        seconds = recorder.stopwatch.seconds
+        text = summarise(steps, self.world.size, recorder.num_samples, elapsed_s, seconds, recorder.last_validation)
+        return f"{text}\nEverything is in {self.folder.path}."
 
     def _shared_state(self) -> dict[str, Any]:
         """What rank 0 saves for all ranks."""

@@ -1,10 +1,12 @@
-"""Steps and losses in, lines on the console out: a bar on a terminal, otherwise one plain line an interval."""
+"""What rank 0 tells people of a run: a bar or plain lines while it trains, and sentences at start and end."""
 
 import logging
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
+from mpidp.train.checkpoint.read import newest_first
 from mpidp.world.log import discard_output
 
 log = logging.getLogger("mpidp")
@@ -75,3 +77,58 @@ def _rich_bar(first_step: int, last_step: int) -> Any:
     bar.add_task("", total=last_step, completed=first_step)
     bar.start()
     return bar
+
+
+_PHASES = {
+    "data": "waiting for data",
+    "forward": "forward",
+    "backward": "backward",
+    "reduce": "reducing gradients",
+    "optimizer": "in the optimizer",
+}
+
+
+def describe_epoch(epoch: int, epochs: int, step: int, held_out: dict[str, float] | None) -> str:
+    """One line at the end of an epoch."""
+    text = f"epoch {epoch + 1:>3}/{epochs}  step {step:,}"
+    return f"{text}  held out: {_result(held_out)}" if held_out else text
+
+
+def summarise(
+    steps: int, ranks: int, samples: int, elapsed_s: float, seconds: dict[str, float], held_out: dict[str, float] | None
+) -> str:
+    """What was done and where the time went, in plain words.
+
+    Args:
+        steps: of the optimizer since this start; at least 1.
+        ranks: how many there are.
+        samples: trained on, over all ranks.
+        elapsed_s: since the start.
+        seconds: that rank 0 spent in each phase.
+        held_out: the last evaluation, if any.
+    """
+    shares = ", ".join(f"{seconds[phase] / elapsed_s:.0%} {name}" for phase, name in _PHASES.items())
+    result = f" Held out: {_result(held_out)}." if held_out else ""
+    return (
+        f"Trained {count(steps, 'step')} on {count(ranks, 'rank')} in {elapsed_s:.1f} s, "
+        f"{samples / elapsed_s:,.0f} samples/s.{result}\n"
+        f"Where rank 0's time went: {shares}; the rest in evaluation and checkpoints."
+    )
+
+
+def describe_newest(run_folder: Path, checkpoints: Path) -> str:
+    """What is left of a run that is interrupted, as the end of a sentence. Not collective."""
+    found = newest_first(checkpoints)  # one may have got its name since the ranks last spoke of it
+    if not found:
+        return "; there is no checkpoint yet"
+    return f"; the newest checkpoint is {found[0]}. Continue with --resume {run_folder}"
+
+
+def count(number: int, noun: str) -> str:
+    """A number and its noun: "1 rank", "4 ranks"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _result(result: dict[str, float]) -> str:
+    accuracy = f", accuracy {result['accuracy']:.2%}" if "accuracy" in result else ""
+    return f"loss {result['loss']:.4f}{accuracy}"
