@@ -1,4 +1,4 @@
-"""What model or loss raised in a pass of the trainer in; one line that names the fields and what to write out.
+"""Errors of one line for what a model or loss of a run file refuses: the fields it was given, and what to write.
 
 Where code of the user's own is on the way, its traceback is wanted: the error goes its way, with that line as a note.
 """

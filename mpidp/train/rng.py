@@ -1,4 +1,4 @@
-"""A seed, a rank and a step in, random streams out: different on every rank, the same in every repetition."""
+"""Random streams of torch, numpy and Python: different on every rank, the same in every repetition."""
 
 import random
 from typing import Any, cast

@@ -1,4 +1,4 @@
-"""Signals and a file named STOP come in; all ranks' decision to stop after the same step goes out."""
+"""Requests to stop, by a signal or a file `STOP`, on which all ranks agree after the same step."""
 
 import logging
 import time

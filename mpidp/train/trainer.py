@@ -1,4 +1,4 @@
-"""A run file in, a trained model in a run folder out: the public pieces of this package in one loop."""
+"""The training loop of `mpidp train`: from a run file to a trained model in a run folder."""
 
 import contextlib
 import os

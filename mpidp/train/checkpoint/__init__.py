@@ -1,1 +1,1 @@
-"""States in, checkpoints that survive whatever comes later out; and back."""
+"""Files of checkpoints: written in the background, published by a rename, checked before they are read."""

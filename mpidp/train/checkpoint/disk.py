@@ -1,4 +1,4 @@
-"""A failure of the file system in; its reason, in words, out. Needs no torch."""
+"""Failures of the file system in words: why a file cannot be written, and what to do. Needs no torch."""
 
 import errno
 import os

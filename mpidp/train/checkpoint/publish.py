@@ -1,4 +1,4 @@
-"""A folder with all parts of a checkpoint in; the checkpoint under its name, `latest`, and no superfluous ones out.
+"""The publishing of a checkpoint: its name, the link `latest`, and the removal of superfluous ones.
 
 Whatever moment the process dies at, what was complete before is complete afterwards: the manifest is written last, a
 folder appears by a rename, and older ones go only when the new one is on the disk. One process calls it; no torch.

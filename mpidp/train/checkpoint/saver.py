@@ -1,4 +1,4 @@
-"""States of all ranks in, checkpoints out, written in the background while training goes on.
+"""Saving of checkpoints in the background while training goes on.
 
 Training waits for one copy of the state. A thread of each rank then writes that rank's file; when all have ended, rank
 0's thread publishes the checkpoint. The threads never call MPI: whether all have ended is asked by the training

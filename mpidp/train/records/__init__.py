@@ -1,1 +1,1 @@
-"""A run under way in; what it leaves to be read out: folder, metrics, progress, traces."""
+"""What a run leaves to be read: its folder, metrics, progress and traces."""

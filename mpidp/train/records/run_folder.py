@@ -1,4 +1,4 @@
-"""A run's name in, its folder out, with `config.toml`, `env.json`, `checkpoints/`, `logs/`. Never overwritten."""
+"""The folder of a run, with `config.toml`, `env.json`, `checkpoints/` and `logs/`. It is never overwritten."""
 
 import contextlib
 import itertools
