@@ -6,6 +6,7 @@ import difflib
 import importlib
 import inspect
 import sys
+import tomllib
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from mpidp.config import DataSection, LossSection, ModelSection, OptimizerSection, RunConfig, SchedulerSection
+from mpidp.config import DataSection, LossSection, ModelSection, OptimizerSection, RunConfig, SchedulerSection, to_toml
 from mpidp.errors import ConfigError
 from mpidp.hdf5.field import FieldSpec
 from mpidp.hdf5.files.describe import describe
@@ -21,6 +22,7 @@ from mpidp.hdf5.loader import HDF5Loader
 from mpidp.models import BUILT_IN as MODELS
 from mpidp.printable import listed, shown
 from mpidp.train.built_in import ELEMENTWISE, LOSSES, ON_END, TRANSFORMS, Loss, elementwise
+from mpidp.train.data_parallel import DataParallel
 
 if TYPE_CHECKING:
     from mpidp.world.world import World
@@ -263,3 +265,32 @@ def _field_spec(name: str, data: DataSection) -> FieldSpec:
         decode=find(f"data.field.{name}.decode", section.decode, {}) if section.decode else None,
         cf=section.cf,
     )
+
+
+def wrap_model(module: torch.nn.Module, world: World, config: RunConfig) -> DataParallel:
+    """The model as the run file wants its gradients reduced. Collective."""
+    section = config.reduce
+    return DataParallel(
+        module,
+        world,
+        reducer=section.reducer,
+        bucket_bytes=section.bucket_bytes,
+        comm_dtype=section.comm_dtype,
+        error_feedback=section.error_feedback,
+        piece_bytes=section.piece_bytes,
+        overlap={"auto": None, "on": True, "off": False}[section.overlap],
+        check_finite=section.check_finite,
+        compare_steps=config.watch.compare_steps,
+        quiet=True,
+    )
+
+
+def ignored_settings(config: RunConfig, saved: str) -> list[str]:
+    """Settings of optimizer and scheduler that differ from the checkpoint's, which are part of their saved state."""
+    before, now = tomllib.loads(saved), tomllib.loads(to_toml(config))
+    return [
+        f"{section}.{key}"
+        for section in ("optimizer", "scheduler")
+        for key in sorted({*before[section], *now[section]})
+        if before[section].get(key) != now[section].get(key) and key != "sharded"
+    ]

@@ -3,18 +3,15 @@
 import contextlib
 import os
 import time
-import tomllib
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import mpidp
 from mpidp.config import RunConfig, to_toml
-from mpidp.errors import DataError
 from mpidp.hdf5.batch import Batch
 from mpidp.hdf5.loader import HDF5Loader
 from mpidp.train.checkpoint.read import folder_name
@@ -27,15 +24,16 @@ from mpidp.train.components import (
     build_on_end,
     build_optimizer,
     build_scheduler,
+    ignored_settings,
+    wrap_model,
 )
-from mpidp.train.data_parallel import DataParallel
 from mpidp.train.elastic import Elastic
+from mpidp.train.forward import Forward
 from mpidp.train.records.progress import Progress, count, describe_epoch, describe_newest, summarise
 from mpidp.train.records.recorder import MetricsFile, Recorder, Tally
 from mpidp.train.records.run_folder import RunFolder
 from mpidp.train.records.starts import choose_resume, for_array_task
 from mpidp.train.records.trace import Trace
-from mpidp.train.refusal import explain
 from mpidp.train.sharded.optimizer import ShardedOptimizer
 from mpidp.train.signature import check_same
 from mpidp.train.start import Start
@@ -102,11 +100,12 @@ class Trainer:
         start.staged = self.loaders() if config.data.mode == "stage" else []
         with world.raise_on_all_ranks("building the model"):
             module = build_model(config).to(world.device)
-            self.loss = build_loss(config.loss)
+            loss = build_loss(config.loss)
             self.on_end = build_on_end(config)
         if config.train.sync_batch_norm and not sync_layers(SyncBatchNorm.convert(module, world)):
             world.log_once("train.sync_batch_norm is true, but the model has no batch norm layer")
-        self.model = _wrap(module, world, config)
+        self.model = wrap_model(module, world, config)
+        self.forward = Forward(config, self.model, loss)
         with world.raise_on_all_ranks("building the optimizer"):
             plain = build_optimizer(config.optimizer, self.model)
         self.optimizer = self._shard(plain) if config.optimizer.sharded else plain
@@ -283,9 +282,9 @@ class Trainer:
         stopwatch = self.recorder.stopwatch
         for part in batch.micro_batches(self.config.train.micro_batch or max(1, batch.size)):
             with contextlib.nullcontext() if part.last else self.model.no_sync():
-                inputs, target = self._inputs(part)
+                inputs, target = self.forward.inputs(part)
                 with stopwatch("forward"):
-                    output, loss = self._forward(part, inputs, target)
+                    output, loss = self.forward(part, inputs, target)
                 reduce_s = self.model.reduce_s
                 with stopwatch("backward"):
                     part.weigh(loss).backward()  # type: ignore[no-untyped-call]
@@ -303,24 +302,6 @@ class Trainer:
         self.state.step += 1
         self.world.status.step = self.step
 
-    def _forward(self, batch: Batch, inputs: Tensor, target: Tensor) -> tuple[Any, Tensor]:
-        """What the model and the loss make of a batch. In training all ranks raise what one of them refuses."""
-        output = None
-        try:
-            output = self.model(inputs)
-            loss = self.loss(output, target)
-            if not isinstance(loss, Tensor) or loss.dim():
-                raise DataError("the loss is no scalar: it has to return the mean over the samples.")
-            return output, loss
-        except Exception as error:
-            fields = dict(zip(batch.fields, (inputs, target), strict=False))
-            refused = explain(error, self.config, self.model, fields, output)
-            if refused is None:
-                raise
-        if self.model.training:
-            self.model.fail(refused)
-        raise refused
-
     def _evaluate(self, epoch: int) -> None:
         """Mean loss and accuracy of the held-out samples, each counted once. Collective.
 
@@ -334,22 +315,13 @@ class Trainer:
         with torch.no_grad(), self.world.status.during("evaluate"):
             for batch in self.validation:
                 if batch.size:
-                    inputs, target = self._inputs(batch)
-                    output, loss = self._forward(batch, inputs, target)
+                    inputs, target = self.forward.inputs(batch)
+                    output, loss = self.forward(batch, inputs, target)
                     tally.add(loss, output, target, batch.size)
                 self.saver.poll()
                 if self._is_asked_to_stop(epoch):
                     return
         self.recorder.record_validation(self.step, epoch, tally)
-
-    def _inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The first two fields, floating-point ones in the run's dtype."""
-        dtype = getattr(torch, self.config.train.dtype)
-        first, second = batch[batch.fields[0]], batch[batch.fields[1]]
-        return (
-            first.to(dtype) if first.is_floating_point() else first,
-            second.to(dtype) if second.is_floating_point() else second,
-        )
 
     def _save_after(self, epoch: int) -> None:
         last = epoch + 1 == self.config.train.epochs
@@ -412,35 +384,6 @@ class Trainer:
         """Optimizer steps from here to the end of the last epoch."""
         epochs_left = self.config.train.epochs - self.loader.epoch
         return self.loader.remaining_steps + (epochs_left - 1) * len(self.loader) if epochs_left > 0 else 0
-
-
-def _wrap(module: torch.nn.Module, world: World, config: RunConfig) -> DataParallel:
-    """The model as the run file wants its gradients reduced. Collective."""
-    section = config.reduce
-    return DataParallel(
-        module,
-        world,
-        reducer=section.reducer,
-        bucket_bytes=section.bucket_bytes,
-        comm_dtype=section.comm_dtype,
-        error_feedback=section.error_feedback,
-        piece_bytes=section.piece_bytes,
-        overlap={"auto": None, "on": True, "off": False}[section.overlap],
-        check_finite=section.check_finite,
-        compare_steps=config.watch.compare_steps,
-        quiet=True,
-    )
-
-
-def ignored_settings(config: RunConfig, saved: str) -> list[str]:
-    """Settings of optimizer and scheduler that differ from the checkpoint's, which are part of their saved state."""
-    before, now = tomllib.loads(saved), tomllib.loads(to_toml(config))
-    return [
-        f"{section}.{key}"
-        for section in ("optimizer", "scheduler")
-        for key in sorted({*before[section], *now[section]})
-        if before[section].get(key) != now[section].get(key) and key != "sharded"
-    ]
 
 
 def _is_due(every: int, count: int) -> bool:

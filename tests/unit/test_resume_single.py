@@ -12,7 +12,7 @@ from small_runs import contents, losses, records, small_run, weights
 
 from mpidp.config import OptimizerSection, RunConfig, to_toml
 from mpidp.errors import CheckpointError
-from mpidp.train.trainer import ignored_settings
+from mpidp.train.components import ignored_settings
 
 Run = Callable[..., Path]
 

@@ -1,4 +1,4 @@
-"""Errors of one line for what a model or loss of a run file refuses: the fields it was given, and what to write.
+"""The model and the loss of a run on a batch, and errors of one line for what they refuse.
 
 Where code of the user's own is on the way, its traceback is wanted: the error goes its way, with that line as a note.
 """
@@ -14,7 +14,9 @@ from torch import Tensor
 
 from mpidp.config import RunConfig
 from mpidp.errors import SHARED_MARK, DataError, MpidpError
+from mpidp.hdf5.batch import Batch
 from mpidp.train.batch_norm import explain_batch_norm
+from mpidp.train.built_in import Loss
 from mpidp.train.data_parallel import DataParallel
 from mpidp.world import communicators
 from mpidp.world.exit import MEMORY_ADVICE, is_out_of_memory
@@ -23,6 +25,46 @@ from mpidp.world.status import status
 # Whose code refuses what it is given, of all that lies below the trainer. The rest of this package raises its own.
 _REFUSES = ("torch", "mpidp.models", "mpidp.train.built_in")
 _OF_TORCH = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
+
+
+class Forward:
+    """What the model and the loss of a run make of a batch.
+
+    Args:
+        config: the run.
+        model: the wrapped model.
+        loss: returns the mean over the samples.
+    """
+
+    def __init__(self, config: RunConfig, model: DataParallel, loss: Loss):
+        self._config, self._model, self._loss = config, model, loss
+
+    def inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The first two fields, floating-point ones in the run's dtype."""
+        dtype = getattr(torch, self._config.train.dtype)
+        first, second = batch[batch.fields[0]], batch[batch.fields[1]]
+        return (
+            first.to(dtype) if first.is_floating_point() else first,
+            second.to(dtype) if second.is_floating_point() else second,
+        )
+
+    def __call__(self, batch: Batch, inputs: Tensor, target: Tensor) -> tuple[Any, Tensor]:
+        """The model's output and the loss. In training all ranks raise what one of them refuses."""
+        output = None
+        try:
+            output = self._model(inputs)
+            loss = self._loss(output, target)
+            if not isinstance(loss, Tensor) or loss.dim():
+                raise DataError("the loss is no scalar: it has to return the mean over the samples.")
+            return output, loss
+        except Exception as error:
+            fields = dict(zip(batch.fields, (inputs, target), strict=False))
+            refused = explain(error, self._config, self._model, fields, output)
+            if refused is None:
+                raise
+        if self._model.training:
+            self._model.fail(refused)
+        raise refused
 
 
 def explain(
