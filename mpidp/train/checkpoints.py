@@ -15,6 +15,10 @@ from mpidp.train.records.owner import Owner
 from mpidp.train.signature import check_same
 from mpidp.train.state import TrainState
 from mpidp.train.stop import StopSignal
+from mpidp.world.communicators import is_survived
+
+# Folders that are this job's, as every rank knows: whichever is rank 0 after a loss of ranks goes on with them.
+_taken: set[Path] = set()
 
 
 class Checkpoints:
@@ -84,6 +88,7 @@ class Checkpoints:
         with world.raise_on_all_ranks("taking the folder of the checkpoints"):
             if world.rank == 0:
                 self._owner = _take(self.folder)
+        _taken.add(self.folder)
         self._saver = Saver(world, self.folder, keep, background=background, on_failure=on_failure)
         self._stop = StopSignal(world, self.folder / "STOP")
         self._saved_step = -1
@@ -188,7 +193,8 @@ class Checkpoints:
         elif not self._is_closed:
             self._is_closed = True
             self._saver.leave(error)
-            self._release()
+            if not is_survived(error):  # else the ranks that are left go on with the folder
+                self._release()
 
     def _begin(self) -> None:
         """Refuses to begin a training where another has left checkpoints, which would be counted and removed."""
@@ -212,16 +218,20 @@ class Checkpoints:
             raise self._saver.failure
 
     def _release(self) -> None:
+        _taken.discard(self.folder)
         if self._owner is not None:
             self._owner.release()
 
 
 def _take(folder: Path) -> Owner:
-    """Makes a folder and takes it for this job."""
+    """Makes a folder and takes it for this job, also from a rank of this job that died."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         owner = Owner(folder, os.environ)
-        owner.claim()
+        if folder in _taken:
+            owner.take_over()
+        else:
+            owner.claim()
     except OSError as error:
         raise as_checkpoint_error(error, folder) from error
     return owner

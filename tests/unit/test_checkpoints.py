@@ -1,5 +1,6 @@
 """`mpidp.Checkpoints` in one process: what it saves and when, how a loop goes on, and what it refuses."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import mpidp
 from mpidp.errors import CheckpointError, DataError
+from mpidp.train import checkpoints
 from mpidp.train.checkpoint.read import load
+from mpidp.train.records.owner import Owner
 
 ROWS, STEPS = 20, 5  # an epoch in batches of 4
 
@@ -155,6 +158,19 @@ def test_a_state_from_memory_goes_on_in_the_folder(data: Path, tmp_path: Path) -
     second.checkpoints.state.load_state_dict(first.checkpoints.state.state_dict())
     second.run(1)
     assert saved(tmp_path / "run") == [1, 2, 3, 4, 5]
+
+
+def test_the_folder_of_a_rank_that_died_goes_to_the_next_one(data: Path, tmp_path: Path) -> None:
+    """Rank 0 was on another node, where nobody here can see that it is dead; another job is refused."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    owner = Owner(folder, {})
+    owner.path.write_text(json.dumps(owner._facts | {"host": "another.node"}))
+    with pytest.raises(CheckpointError, match="in use"):
+        Training(data, folder)
+    checkpoints._taken.add(folder)  # as on all ranks that had it together
+    Training(data, folder).run(1)
+    assert saved(folder) == [5] and not owner.path.exists() and folder not in checkpoints._taken
 
 
 def test_other_data_are_refused_unless_accepted(data: Path, tmp_path: Path) -> None:
