@@ -81,7 +81,7 @@ class TrainState:
         return self.loader.epoch
 
     def seed_streams(self) -> None:
-        """Begins this rank's random streams anew, as they are at this step of a run that is resumed. Not collective."""
+        """Begins the random streams of this rank anew, from seed, rank and step. Not collective."""
         rng.seed_all(self.seed, self.world.rank, self.step)
 
     def state_dict(self) -> dict[str, Any]:
