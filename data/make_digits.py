@@ -1,4 +1,4 @@
-"""Scikit-learn's copy of the UCI digits comes in, `data/digits.h5` goes out.
+"""Write scikit-learn's copy of the UCI digits as `data/digits.h5`.
 
 Run from the top of the repository: python data/make_digits.py [OUT.h5]
 """

@@ -1,4 +1,4 @@
-"""A folder with the four IDX files of Fashion-MNIST comes in, two HDF5 files (train, test) go out.
+"""Write the four IDX files of Fashion-MNIST as two HDF5 files, for training and for test.
 
 Run from the top of the repository: python data/make_fashion_mnist.py [FOLDER] [--out data]
 The folder's default is where Debian's package dataset-fashion-mnist puts the files. They may be gzipped.

@@ -1,4 +1,4 @@
-"""UTF-8 text files come in, an HDF5 file of overlapping windows of bytes goes out.
+"""Write UTF-8 text files as one HDF5 file of overlapping windows of bytes.
 
 Run: python data/make_text.py TEXT.txt [MORE.txt ...] OUT.h5 [--window 129] [--validation-fraction 0.1]
 

@@ -1,4 +1,4 @@
-"""Test folders come in, one summary goes out: mpi on several numbers of ranks, unit, faults and docs without launcher.
+"""Run the test folders: mpi on several numbers of ranks, unit, faults and docs without a launcher.
 
 Usage: python tests/run_tests.py [--venv .venv] [--mpi mpich] [--sizes 1,2,3,4] [--only unit,mpi,...] [pytest words]
 

@@ -1,4 +1,4 @@
-"""A program and a number of hosts in, what it printed there out. The hosts are those of hosts.sh; needs root.
+"""Run programs as MPI jobs on the hosts that hosts.sh makes; needs root.
 
 The launcher is the one beside this Python: MPICH's (Hydra) or Open MPI's (PRRTE). Both decide which ranks share a node
 by the host that they started them on.

@@ -1,4 +1,4 @@
-"""Nothing in; the hosts of hosts.sh are up during the tests of this folder, and gone after them.
+"""Bring the hosts of hosts.sh up for the tests of this folder, and remove them afterwards.
 
 What tests/faults has for jobs that fail is used here, too, with a launcher that starts them on the hosts.
 """

@@ -1,4 +1,4 @@
-"""A command in, its output from four hosts on 1 Gbit/s links out; brings the hosts up and takes them down. Root only.
+"""Run a Python command on four hosts on 1 Gbit/s links, which are brought up for it and removed. Root only.
 
 python tests/cluster/on_hosts.py [--ranks-per-host 1] -m mpidp bench allreduce --reducers flat,mpi --against gloo
 """

@@ -1,4 +1,4 @@
-"""Nothing in; how each command of the pages is run, or why it is not, goes out.
+"""How each command of the pages is run by the tests, or why it is not.
 
 A command that is not here makes `test_commands.py` fail. Prefer `Run`; `Elsewhere` where a test has what it needs.
 """

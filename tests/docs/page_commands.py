@@ -1,4 +1,4 @@
-"""The text of a page comes in, the shell commands on it go out: fenced, indented, or within a sentence."""
+"""Find the shell commands on a page: fenced, indented, or within a sentence."""
 
 from __future__ import annotations
 

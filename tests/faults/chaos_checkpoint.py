@@ -1,4 +1,4 @@
-"""Numbers and a seed come in; checkpoints are killed while written, and damaged, so many times; a summary goes out.
+"""Kill checkpoints while they are written, and damage them, many times at random.
 
 Usage: python tests/faults/chaos_checkpoint.py [--points 300] [--flips 50] [--ranks 2] [--seed S]
 

@@ -1,4 +1,4 @@
-"""Random changes to HDF5 files of every format enter; a count leaves of what the loader makes of them, beside h5py.
+"""Change random bytes of HDF5 files of every format, and compare what the loader and h5py make of them.
 
 One or two bytes of a small file are changed. Then the loader must give what h5py gives, or one `DataError` in one
 line: no other exception, no hang, no other value. Children do it, since damage can end or hang HDF5 itself; if plain

@@ -1,4 +1,4 @@
-"""Ranks come in; one bit of one rank's parameters or optimizer state is flipped, so many times; a summary goes out.
+"""Flip random bits of one rank's parameters or optimizer state, many times; each must be found and named.
 
 Usage: mpiexec -n 3 python tests/faults/chaos_flip.py [--flips 50] [--seed S]
 

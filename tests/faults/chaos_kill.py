@@ -1,4 +1,4 @@
-"""Numbers and a seed come in; trainings are killed at random moments and resumed, so many times; a summary goes out.
+"""Kill trainings at random moments and resume them, many times.
 
 Usage: python tests/faults/chaos_kill.py [--kills 100] [--ranks 3] [--seed S]
 

@@ -1,4 +1,4 @@
-"""A number of kills and a seed come in; so many ranks are killed, in jobs that go on without them; one line goes out.
+"""Kill random ranks in jobs that go on without them, many times.
 
 Usage: MPIEXEC unset, in an environment with Open MPI 5:
     python tests/faults/chaos_shrink.py --kills 100 [--seed 1] [--sharded]

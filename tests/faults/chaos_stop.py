@@ -1,4 +1,4 @@
-"""Numbers and a seed come in; ranks are stopped for good, for a while, or asked to stop; a summary goes out.
+"""Stop random ranks for good, for a while, or ask them to stop, many times.
 
 Usage: python tests/faults/chaos_stop.py [--stops 20] [--slows 50] [--preemptions 50] [--ranks 3] [--seed S]
 

@@ -1,4 +1,4 @@
-"""A folder and numbers come in; checkpoints are resumed from and written in it, as a training loop would; lines go out.
+"""A job that resumes from checkpoints in a folder and writes new ones, as a training loop would.
 
 Run under mpiexec: FOLDER FIRST_SAVES [--bytes N] [--step-s S]. Prints, from rank 0, `resumed STEP`, and `complete STEP`
 once `finish` has returned. KILL_RANK and KILL_AT in the environment end that rank with SIGKILL at its KILL_AT-th

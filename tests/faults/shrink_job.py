@@ -1,6 +1,6 @@
-"""A folder and words such as "1:reduce:5" come in; a training whose ranks die there, and what it did, go out.
+"""A training whose ranks die at given points, such as "1:reduce:5", and a record of what it did.
 
-A word is the number of a rank at start, a point in a step, and how many steps that rank has taken by then; and the how
+A death is given by a word: the number of a rank at start, a point in a step, and how many steps that rank has taken by then; and the how
 many-eth time that it comes there, if not the first.
 """
 

@@ -1,4 +1,4 @@
-"""A folder comes in; a small data set, a run file and a model of the user's own in it go out."""
+"""A small data set, a run file and a model of a user's own, for trainings of a second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients go in, 16 bits travel; what comes out is compared with the exact mean and with the stated bound."""
+"""Gradients that travel in 16 bits: the mean is compared with the exact one and with the stated bound."""
 
 import pytest
 import torch

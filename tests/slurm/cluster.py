@@ -1,4 +1,4 @@
-"""A job script in, how the job went out: its states, exit code and log. The Slurm is that of slurm.sh; needs root."""
+"""Submit job scripts to the Slurm of slurm.sh, and follow their states, exit codes and logs; needs root."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing in; the Slurm of slurm.sh is up during the tests of this folder, and gone after them."""
+"""Start the Slurm of slurm.sh for the tests of this folder, and stop it afterwards."""
 
 import fcntl
 import os

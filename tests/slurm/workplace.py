@@ -1,4 +1,4 @@
-"""A folder comes in; a run file, a model that can be slowed down and the job scripts, filled in, go out in it."""
+"""A folder to train in: a run file, a model that can be slowed down, and the job scripts, filled in."""
 
 from __future__ import annotations
 

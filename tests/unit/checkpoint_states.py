@@ -1,4 +1,4 @@
-"""States of checkpoints for tests: a step comes in, something to save goes out; and the check that it came back."""
+"""States of checkpoints for tests: something to save for each step, and the check that it came back."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""A folder and changed settings come in, a run of a few steps in this process and what it recorded go out."""
+"""Runs of a few steps in this process, with changed settings, and what they recorded."""
 
 import json
 from pathlib import Path

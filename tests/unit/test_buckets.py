@@ -1,4 +1,4 @@
-"""Small modules come in; that their gradients live in flat buffers, and how, is looked at. No MPI."""
+"""Gradients of small modules live in flat buffers, and how. No MPI."""
 
 import pytest
 import torch

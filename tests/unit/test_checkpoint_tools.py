@@ -1,4 +1,4 @@
-"""`mpidp checkpoint list | verify | export` on runs of this process: words come in, text and exit codes go out."""
+"""`mpidp checkpoint list | verify | export` on runs of this process: texts and exit codes."""
 
 import os
 import subprocess

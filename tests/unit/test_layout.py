@@ -1,4 +1,4 @@
-"""Sizes of parameters come in; the layout of buckets and the pieces given to MPI are checked against their promises."""
+"""The layout of buckets and the pieces given to MPI, for parameters of many sizes."""
 
 from itertools import pairwise
 

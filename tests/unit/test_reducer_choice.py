@@ -1,4 +1,4 @@
-"""Facts about a world come in; which reducer `choose` takes, and why, is looked at."""
+"""Which reducer `choose` takes for which facts about a world, and why."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Numbers of pieces come in; the plan of `staged` is played through on imagined streams, looking for hazards."""
+"""The plan of `staged`, played through on imagined streams, looking for hazards."""
 
 import pytest
 
