@@ -1,6 +1,6 @@
 """A training whose ranks die at given points, such as "1:reduce:5", and a record of what it did.
 
-A death is given by a word: the number of a rank at start, a point in a step, and how many steps that rank has taken by then; and the how
+A word is the number of a rank at start, a point in a step, how many steps that rank has taken by then, and the how
 many-eth time that it comes there, if not the first.
 """
 
