@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import numpy
 import torch
 from torch import Tensor
 
 from mpidp.errors import CheckpointError
 from mpidp.printable import listed
-from mpidp.train import rng
 from mpidp.train.data_parallel import DataParallel
 from mpidp.train.sharded import optimizer as sharded
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from mpidp.hdf5.shares import Shares
 
 OfRank = Callable[[int], dict[str, Any]]
+
+_DOMAIN = 0x52414E4B  # keeps random streams apart from those of the sample order
 
 
 class Stateful(Protocol):
@@ -82,7 +85,7 @@ class TrainState:
 
     def seed_streams(self) -> None:
         """Begins the random streams of this rank anew, from seed, rank and step. Not collective."""
-        rng.seed_all(self.seed, self.world.rank, self.step)
+        seed_streams(self.seed, self.world.rank, self.step)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, as this rank has it: `shared_state()`, and in it `rank_state()` as "rank". Not collective."""
@@ -106,7 +109,7 @@ class TrainState:
     def rank_state(self) -> dict[str, Any]:
         """What only this rank has. Not collective."""
         return {
-            "rng": rng.capture(self.world.device),
+            "rng": capture_streams(self.world.device),
             "reduction": self.model.rank_state_dict(),
             "optimizer": sharded.own_state(self.optimizer),
         }
@@ -147,7 +150,7 @@ class TrainState:
         else:
             with world.raise_on_all_ranks(f"loading {source}"):
                 own = of_rank(world.rank)
-                rng.restore(own["rng"], world.device)
+                restore_streams(own["rng"], world.device)
                 kept |= self.model.load_rank_state_dict(own["reduction"])
         if not world.all(kept):
             world.log_once(
@@ -212,3 +215,42 @@ def _check_model(expected: dict[str, Tensor], found: dict[str, Tensor], source: 
 
 def _kind(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype}"
+
+
+def seed_streams(seed: int, rank: int, step: int) -> None:
+    """Seeds torch (all devices), numpy and random for what happens from `step` on: dropout, augmentation."""
+    torch_seed, numpy_seed, python_seed = numpy.random.SeedSequence([_DOMAIN, seed, rank, step]).generate_state(3)
+    torch.manual_seed(int(torch_seed))
+    numpy.random.seed(int(numpy_seed))
+    random.seed(int(python_seed))
+
+
+def capture_streams(device: torch.device) -> dict[str, Any]:
+    """The state of all streams of this rank, in types that `torch.load(weights_only=True)` accepts."""
+    kind, keys, position, has_gauss, gauss = cast(tuple[Any, ...], numpy.random.get_state(legacy=True))
+    version, internal, gauss_next = random.getstate()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": [
+            str(kind),
+            torch.from_numpy(keys.astype(numpy.int64)),
+            int(position),
+            int(has_gauss),
+            float(gauss),
+        ],
+        "python": [version, list(internal), gauss_next],
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore_streams(state: dict[str, Any], device: torch.device) -> None:
+    """Puts the streams of this rank back to where `capture_streams` found them."""
+    torch.set_rng_state(state["torch"])
+    kind, keys, position, has_gauss, gauss = state["numpy"]
+    numpy.random.set_state((kind, keys.numpy().astype(numpy.uint32), position, has_gauss, gauss))
+    version, internal, gauss_next = state["python"]
+    random.setstate((version, tuple(internal), gauss_next))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from mpidp.train import rng
+from mpidp.train.state import capture_streams, restore_streams, seed_streams
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def streams_as_before() -> Iterator[None]:
-    before = rng.capture(CPU)
+    before = capture_streams(CPU)
     yield
-    rng.restore(before, CPU)
+    restore_streams(before, CPU)
 
 
 def draw() -> tuple[Any, ...]:
@@ -35,32 +35,32 @@ def draw() -> tuple[Any, ...]:
 
 def test_capture_and_restore_go_on_with_the_same_numbers(tmp_path: Path) -> None:
     """Behaviour 43."""
-    rng.seed_all(1, 2, 3)
+    seed_streams(1, 2, 3)
     draw()
-    state = rng.capture(CPU)
+    state = capture_streams(CPU)
     expected = [draw() for _ in range(5)]
     torch.save(state, tmp_path / "streams.pt")
-    rng.seed_all(9, 9, 9)
+    seed_streams(9, 9, 9)
     draw()
-    rng.restore(torch.load(tmp_path / "streams.pt", weights_only=True), CPU)
+    restore_streams(torch.load(tmp_path / "streams.pt", weights_only=True), CPU)
     assert [draw() for _ in range(5)] == expected
 
 
 def test_capture_draws_nothing() -> None:
-    rng.seed_all(0, 0, 0)
-    rng.capture(CPU)
+    seed_streams(0, 0, 0)
+    capture_streams(CPU)
     here = draw()
-    rng.seed_all(0, 0, 0)
+    seed_streams(0, 0, 0)
     assert draw() == here
 
 
 def test_a_captured_state_does_not_move_on_with_the_stream() -> None:
-    rng.seed_all(0, 0, 0)
-    state = rng.capture(CPU)
+    seed_streams(0, 0, 0)
+    state = capture_streams(CPU)
     first = draw()
-    rng.restore(state, CPU)
+    restore_streams(state, CPU)
     draw()
-    rng.restore(state, CPU)
+    restore_streams(state, CPU)
     assert draw() == first
 
 
@@ -69,10 +69,10 @@ def test_every_seed_rank_and_step_has_streams_of_its_own() -> None:
     places = [(seed, rank, step) for seed in (0, 1, 2**40) for rank in range(4) for step in (0, 1, 100)]
     drawn = []
     for place in places:
-        rng.seed_all(*place)
+        seed_streams(*place)
         drawn.append(draw())
     for stream in zip(*drawn, strict=True):
         assert len(set(stream)) == len(places)
     for place, numbers in zip(places, drawn, strict=True):
-        rng.seed_all(*place)
+        seed_streams(*place)
         assert draw() == numbers
