@@ -31,11 +31,7 @@ class GradientSync(Reduction):
 
     Args:
         module: the model.
-        world: the ranks.
-        choice: the reducer.
-        bucket_bytes: size aimed at for one bucket.
-        overlap: reduce while backward runs.
-        check_finite: raise on all ranks when a gradient is infinite or NaN before it is summed.
+        world, choice, bucket_bytes, overlap, check_finite: as of `Reduction`.
         compare_steps: in how many steps all that must be equal is compared once; 0 for never.
     """
 

@@ -68,7 +68,7 @@ class Means:
         for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
             parameter.grad = None
             self.buckets.expect(index)
-            parameter.grad.add_(gradient)  # type: ignore[union-attr]
+            parameter.grad.add_(gradient)  # type: ignore[attr-defined]
         self.reduce()
         return [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
 
