@@ -22,11 +22,11 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shrink_job import POINTS, SHARDED_POINTS, STEPS_AN_EPOCH, Trained, make_place, train, trained_once
+from shrink_job import POINTS, RECOVERY_POINTS, SHARDED_POINTS, STEPS_AN_EPOCH, Trained, make_place, train, trained_once
 
 RANKS, EPOCHS, START_S = 4, 40, 100.0
 TRAINING_S = 8.0  # about as long as the 240 steps take
-RECOVERY = ("shrink", "world", "restore", "deal", "dealt")
+RECOVERY = (*RECOVERY_POINTS, "deal", "dealt")
 BOTH_DIED = "was held by lost ranks only"
 WORDS = (
     "--train.epochs",
@@ -115,7 +115,7 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="mpidp_chaos_"))
     place = make_place(folder)
     words = (*WORDS, *WIDTH, *(SHARDED if options.sharded else ()))
-    points = POINTS + (SHARDED_POINTS if options.sharded else ())
+    points = POINTS + RECOVERY_POINTS + (SHARDED_POINTS if options.sharded else ())
     untroubled = train(place, 2, "", (*WORDS, *WIDTH))
     assert not faults(untroubled, untroubled), faults(untroubled, untroubled)
     killed, jobs, wrong, ended, lost_s = 0, 0, 0, 0, [0.0]

@@ -25,19 +25,8 @@ from jobs import Result, finish, launch, mpiexec
 
 STEPS_AN_EPOCH, EPOCHS, TRAINED = 6, 3, 160
 TIMEOUT_S = 120.0  # to start Python on more ranks than cores takes most of it
-POINTS = (
-    "forward",
-    "backward",
-    "reduce",
-    "agree",
-    "optimizer",
-    "after",
-    "evaluate",
-    "checkpoint",
-    "shrink",
-    "world",
-    "restore",
-)
+POINTS = ("forward", "backward", "reduce", "agree", "optimizer", "after", "evaluate", "checkpoint")
+RECOVERY_POINTS = ("shrink", "world", "restore")
 # With shards of the optimizer's state: before a message of several, before dealing anew, when this rank has done so.
 SHARDED_POINTS = ("gather", "deal", "dealt")
 # The user's own code: the places to die are put into the package from here.
