@@ -64,7 +64,7 @@ class Elastic:
     Attributes:
         world: the ranks that are left.
         is_on: whether it does anything; if not, the death of a rank ends the job.
-        loss: the last one; None before the first.
+        loss: the last one, of all ranks that died between two steps; None before the first.
 
     Args:
         world: the ranks.
@@ -88,7 +88,7 @@ class Elastic:
         self._state: TrainState | None = None
         self._agreed: _Agreed | None = None
         self._held: _Held | None = None
-        self._lost: list[Person] = []  # since training went on last
+        self._lost: list[Person] = []  # since the last step that all agreed to take
         self._lost_at = 0.0
 
     @property
@@ -147,6 +147,7 @@ class Elastic:
             self._ranks.agree()
             assert self._state is not None, "Elastic.restore(state) comes before the first step"
             self._held, self._agreed = None, _Agreed.of(self._state)
+            self._lost, self._lost_at = [], 0.0
 
     def _shrink(self) -> None:
         """A World of those that are left; what was made with the one before is dropped. Collective."""
@@ -169,7 +170,6 @@ class Elastic:
         """All ranks have the state again. Collective."""
         self.world.comm.Barrier()
         self.loss = Loss(tuple(self._lost), self.world.size, time.perf_counter() - self._lost_at)
-        self._lost, self._lost_at = [], 0.0
         log.info("%s; this is rank %d now", self.loss, self.world.rank)
         self.world.log_once(str(self.loss))
 

@@ -215,7 +215,7 @@ class Trainer:
         if self.elastic is None or self.elastic.loss is None:
             self.recorder.progress.line(self._introduction())
         else:
-            self.recorder.record_loss(self.step, self.loader.epoch, self.elastic.loss)
+            self.recorder.record_lost_ranks(self.step, self.loader.epoch, self.elastic.loss)
         if not self.start.is_saved:
             self._save(self.loader.epoch)
         for epoch in range(self.loader.epoch, self.config.train.epochs):
