@@ -158,7 +158,7 @@ COMMANDS = (
         "[FILE] [--probe] [--json]",
         "what is wrong here and how to mend it; alone or under mpiexec or srun",
         "mpidp.tools.doctor.doctor:doctor",
-        "mpidp.tools.doctor.doctor:DoctorOptions",
+        "mpidp.tools.doctor.options:DoctorOptions",
         "all",
     ),
 )

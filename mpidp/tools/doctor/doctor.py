@@ -1,52 +1,26 @@
-"""The command `mpidp doctor`: its options, the order of its steps, and its exit code.
+"""The command `mpidp doctor`: the order of its steps, and its exit code.
 
 Alone it starts MPI in a child process only; under a launcher every rank comes here, and rank 0 prints.
 """
 
 import os
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from mpidp.errors import ConfigError, LaunchError
-from mpidp.options import Arg
 from mpidp.printable import visible
 from mpidp.tools.doctor.check_mpi import check_before_start
 from mpidp.tools.doctor.checks import check, check_measured
 from mpidp.tools.doctor.facts import RankFacts, gather, probe_alone
 from mpidp.tools.doctor.finding import Finding, Level, Report, fail, to_json, to_markdown, to_text, worst
 from mpidp.tools.doctor.known_texts import read_log
+from mpidp.tools.doctor.options import DoctorOptions
 from mpidp.world.launch import launch_facts
 
 if TYPE_CHECKING:
     from mpidp.world.mpi import MPI
-
-
-@dataclass(frozen=True)
-class DoctorOptions:
-    """Look at this machine, this installation and this job, and say what is wrong and how to fix it.
-
-    Alone, or on all ranks under mpiexec or srun, which are then compared. Alone it starts MPI in a child process only.
-    Exit code 3 when something FAILs.
-    """
-
-    file: Annotated[str, Arg("[FILE]", positional=True)] = ""
-    """An HDF5 file that training would read."""
-    probe: bool = False
-    """Also measure copies and an Allreduce, train a step, write and read a checkpoint, and prove by value whether MPI
-    takes GPU memory."""
-    json: bool = False
-    """Print one line of JSON."""
-    markdown: bool = False
-    """Print what an issue report needs."""
-    log: Annotated[str, Arg("FILE")] = ""
-    """Say what known texts in a job's output mean; only that."""
-
-    def __post_init__(self) -> None:
-        """Raise `ConfigError` for options that exclude each other."""
-        if self.json and self.markdown:
-            raise ConfigError("--json and --markdown both say how to print; give one of them.")
 
 
 FOUND_FAILURE = 3
