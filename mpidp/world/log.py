@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 job_log = logging.getLogger("mpidp")
+STDOUT = 1
 
 
 class StderrHandler(logging.Handler):
@@ -52,9 +53,6 @@ def hear(guard: "AbortGuard") -> None:
     job_log.addHandler(StderrHandler(guard))
     if job_log.level == logging.NOTSET:
         job_log.setLevel(logging.INFO)
-
-
-STDOUT = 1
 
 
 def pass_on_output() -> None:

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+# A launcher that clears up after a failure sends SIGTERM to the other ranks, and SIGKILL soon after: what it clears
+# away has nothing to say. And where all ranks were ended, rank 0 says it.
+CLEARING_S, OTHERS_S = 1.5, 0.5
+# How long the main thread may take to raise KeyboardInterrupt: while it waits for other ranks, and in another call.
+WAITING_S, CALL_S, POLL_S = 1.0, 5.0, 0.05
 
 _former: dict[signal.Signals, Any] = {}
 _received: signal.Signals | None = None
@@ -65,13 +70,6 @@ def received() -> signal.Signals | None:
 def _note(number: int, frame: FrameType | None) -> None:
     global _received
     _received = _received or signal.Signals(number)
-
-
-# A launcher that clears up after a failure sends SIGTERM to the other ranks, and SIGKILL soon after: what it clears
-# away has nothing to say. And where all ranks were ended, rank 0 says it.
-CLEARING_S, OTHERS_S = 1.5, 0.5
-# How long the main thread may take to raise KeyboardInterrupt: while it waits for other ranks, and in another call.
-WAITING_S, CALL_S, POLL_S = 1.0, 5.0, 0.05
 
 
 class EndAtSignal:

@@ -9,6 +9,8 @@ from typing import Any
 
 from mpidp.world.stacks import Look
 
+ANSWER_S = 2.0  # for a rank to tell where it is
+ASK, LOOK = "ask", "look"
 MOST_NAMED = 8  # ranks that are described one by one; a thousand stacks help nobody
 
 
@@ -161,10 +163,6 @@ def _describe(rank: Seen, answer: str) -> list[str]:
     what, _, more = answer.partition("\n")
     indented = [f"    {line}" for line in more.rstrip().split("\n") if line]
     return [f"{first}; {what}" if what else first, *indented]
-
-
-ANSWER_S = 2.0  # for a rank to tell where it is
-ASK, LOOK = "ask", "look"
 
 
 @dataclass
