@@ -8,6 +8,14 @@ class MpidpError(ValueError):
     """Something the user can mend; its text says what is wrong, where, what was found and what to do."""
 
 
+def marked(error: Exception, note: str = "") -> Exception:
+    """Return an exception, marked as one that every rank raises, with a note that says where it happened."""
+    if note:
+        error.add_note(note)
+    setattr(error, SHARED_MARK, True)
+    return error
+
+
 class ConfigError(MpidpError):
     """A run file or command line that cannot be used."""
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mpidp.errors import SHARED_MARK, DataError, MpidpError
+from mpidp.errors import DataError, MpidpError, marked
 from mpidp.world.communicators import keep_at_loss
 from mpidp.world.mpi import MPI
 from mpidp.world.status import status
@@ -78,7 +78,7 @@ def share_error(comm: MPI.Intracomm, error: Exception | None, note: str, same: S
     """
     if comm.size == 1:
         if error is not None:
-            raise error
+            raise marked(error, note)
         return True
     # The least of all numbers and of all their complements are each other's only if all are equal.
     values = np.array([comm.size if error is None else comm.rank, *same, *(~value for value in same)], dtype=np.int64)
@@ -89,13 +89,9 @@ def share_error(comm: MPI.Intracomm, error: Exception | None, note: str, same: S
         return bool((least == ~complements).all())
     mine = error is not None and comm.rank == failing
     if mine:
-        assert error is not None
-        error.add_note(note)
+        error = marked(cast(Exception, error), note)
     copy = comm.bcast(_portable(error) if mine else None, root=failing)
-    shared = error if mine else cast(Exception, copy)
-    assert shared is not None
-    setattr(shared, SHARED_MARK, True)
-    raise shared
+    raise marked(cast(Exception, error if mine else copy))
 
 
 def _portable(error: Exception | None) -> Exception:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from mpidp.errors import LaunchError
+from mpidp.errors import LaunchError, marked
 from mpidp.world.log import job_log
 from mpidp.world.status import Status, status
 from mpidp.world.weigh import check_count, check_loss, weighed
@@ -259,17 +259,18 @@ class World:
         Args:
             what: what the block does, for the note, e.g. "opening the data".
         """
-        if self.size == 1:
-            yield
-            return
-        from mpidp.world.collectives import share_error
-
         error: Exception | None = None
         try:
             yield
         except Exception as caught:
             error = caught
-        share_error(self.comm, error, f"on rank {self.rank} of {self.size} ({self.host}), {what}")
+        note = f"on rank {self.rank} of {self.size} ({self.host}), {what}"
+        if self.size > 1:
+            from mpidp.world.collectives import share_error
+
+            share_error(self.comm, error, note)
+        elif error is not None:
+            raise marked(error, note)
 
     def call_on_root(self, function: Callable[[], T]) -> T:
         """Rank 0 calls the function; its result, or its exception, reaches every rank. Collective."""
