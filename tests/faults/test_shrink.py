@@ -12,6 +12,7 @@ import pytest
 from shrink_job import EPOCHS, STEPS_AN_EPOCH, Trained, has_ulfm, make_place, train, trained_once
 
 from jobs import mpiexec, run_job
+from mpidp.train.checkpoint.read import find_fault
 
 pytestmark = pytest.mark.timeout(200)  # jobs of four ranks, on machines of two cores
 needs_ulfm = pytest.mark.skipif(
@@ -245,3 +246,54 @@ def test_a_loop_of_ones_own_goes_on(place: Path) -> None:
     assert result.code == 0, result.output
     assert "rank 1 is rank 0 of 2 after 12 steps, 600 samples" in result.stdout
     assert "rank 2 is rank 1 of 2 after 12 steps, 600 samples" in result.stdout
+
+
+OWN_LOOP_THAT_SAVES = """
+import os, signal
+import torch
+import torch.nn.functional as F
+import mpidp
+elastic = mpidp.Elastic(mpidp.init())
+first = elastic.world.rank
+
+def train(world):
+    loader = mpidp.HDF5Loader("data.h5", fields=("x", "y"), global_batch=50, seed=0, world=world)
+    model = mpidp.DataParallel(torch.nn.Linear(9, 5), world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    state = mpidp.TrainState(model, optimizer, loader)
+    with mpidp.Checkpoints("own_loop", state, every_steps=1, keep=99) as checkpoints:
+        if not elastic.goes_on:
+            checkpoints.resume()
+        elastic.restore(state)
+        while checkpoints.epoch < 3:
+            for batch in loader:
+                loss = batch.weigh(F.cross_entropy(model(batch.x), batch.y))
+                loss.backward()
+                if first == 0 and state.step == 5:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                elastic.agree()
+                optimizer.step()
+                optimizer.zero_grad()
+                checkpoints.step()
+    print("rank", first, "has taken", state.step, "steps", flush=True)
+
+elastic.run(train)
+"""
+
+
+@needs_ulfm
+def test_a_loop_of_ones_own_goes_on_and_saves(place: Path) -> None:
+    """Behaviours 31 and 41: the checkpoints' folder goes to the next rank 0, and to another job after this one."""
+    ulfm = shlex.join([*mpiexec(3)[:-2], "--with-ft", "ulfm"])
+    with mock.patch.dict("os.environ", {"MPIEXEC": ulfm}):
+        result = run_job(["-c", OWN_LOOP_THAT_SAVES], 3, 120, cwd=place)
+        assert result.code == 0, result.output
+        assert all(f"rank {rank} has taken 12 steps" in result.stdout for rank in (1, 2))
+        steps = {int(path.name.removeprefix("step_")) for path in (place / "own_loop").glob("step_*")}
+        assert set(range(7, 13)) <= steps and all(
+            find_fault(path) is None for path in (place / "own_loop").glob("step_*")
+        )
+        assert not (place / "own_loop/owner.json").exists()
+        again = run_job(["-c", OWN_LOOP_THAT_SAVES], 2, 120, cwd=place)
+    assert again.code == 0, again.output
+    assert again.stdout.count("has taken 12 steps") == 2, again.output
