@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import mpidp
-from mpidp.cli import COMMANDS, main
+from mpidp.cli import main
 from mpidp.config import DataSection, ModelSection, RunConfig, RunSection, load
 from mpidp.errors import CheckpointError, MpidpError
 from mpidp.tools.submit import next_folder
@@ -118,7 +118,7 @@ def test_commands_know_the_home_folder(
     """Where the shell has left it, as it does behind an equals sign and in quotes."""
     monkeypatch.setenv("HOME", str(tmp_path))
     seen: list[list[str]] = []
-    monkeypatch.setitem(COMMANDS, "status", lambda words: seen.append(words) or 0)
+    monkeypatch.setattr("mpidp.cli._dispatch", lambda words: seen.append(words) or 0)
     home = word.replace("~", str(tmp_path))
     assert main(["status", word, f"--output={word}", "--lr=1e-3", f"a{word}", "~no-such-user/x", "-h"]) == 0
-    assert seen == [[home, f"--output={home}", "--lr=1e-3", f"a{word}", "~no-such-user/x", "-h"]]
+    assert seen == [["status", home, f"--output={home}", "--lr=1e-3", f"a{word}", "~no-such-user/x", "-h"]]
