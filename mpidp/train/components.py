@@ -22,9 +22,9 @@ from mpidp.hdf5.loader import HDF5Loader
 from mpidp.models import BUILT_IN as MODELS
 from mpidp.printable import listed, shown
 from mpidp.train.built_in import ELEMENTWISE, LOSSES, ON_END, TRANSFORMS, Loss, elementwise
-from mpidp.train.data_parallel import DataParallel
 
 if TYPE_CHECKING:
+    from mpidp.train.data_parallel import DataParallel
     from mpidp.world.world import World
 
 
@@ -270,6 +270,8 @@ def _field_spec(name: str, data: DataSection) -> FieldSpec:
 def wrap_model(module: torch.nn.Module, world: World, config: RunConfig) -> DataParallel:
     """The model as the run file wants its gradients reduced. Collective."""
     section = config.reduce
+    from mpidp.train.data_parallel import DataParallel  # which loads MPI, and planning a run must not
+
     return DataParallel(
         module,
         world,
