@@ -1,4 +1,4 @@
-"""`python -m mpidp ...` enters, the exit code of the command leaves."""
+"""The entry point of `python -m mpidp`; the exit code is that of the command."""
 
 from mpidp.cli import run
 

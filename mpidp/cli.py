@@ -1,4 +1,4 @@
-"""The command line: every command in one table, and how one of them is run.
+"""The command line: the table of all commands, and how one of them is run.
 
 Exit codes: 0 done, 1 failed, 2 usage, 3 unhealthy, 75 stopped early, 130 interrupted, 141 nobody reads the output.
 The top level imports nothing heavy and starts no MPI, so `mpidp --help` is instant and safe on a login node. Under a

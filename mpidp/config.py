@@ -1,4 +1,4 @@
-"""The configuration of a run: its sections, how a run file becomes one, and which values are allowed.
+"""The configuration of a run: its sections, the values they allow, and the reading of run files.
 
 Defaults < file < command line (`mpidp.tools.train`). The text under each field is its help on the command line.
 Relative paths are relative to the current folder.

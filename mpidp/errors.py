@@ -1,4 +1,4 @@
-"""What a user can mend: every error of this package that is not a bug derives from `MpidpError`."""
+"""The errors of this package that a user can act on; all derive from `MpidpError`."""
 
 # Attribute of an exception that every rank raises at the same point; see `World.raise_on_all_ranks`.
 SHARED_MARK = "mpidp_on_all_ranks"

@@ -1,4 +1,4 @@
-"""Options of a command: a dataclass, read by the standard library's argparse.
+"""Command-line options declared as a dataclass, and parsed by the standard library's argparse.
 
 Each field is an option, and the text under it is its help. What a type does not say stands beside it as an `Arg`:
 

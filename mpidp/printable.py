@@ -1,4 +1,4 @@
-"""Text and values of any origin enter; leaves what a message, a terminal or a line of a script can hold of them.
+"""Text and values of any origin, made safe for a message, a terminal or a line of a script.
 
 Names in a data file, in a foreign run folder or in the environment may hold escape sequences of terminals, line breaks,
 or bytes that are no text; there may be thousands of them. Pure.

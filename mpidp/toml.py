@@ -1,4 +1,4 @@
-"""A TOML file enters, a typed dataclass leaves; and back: plain values enter, TOML text leaves.
+"""TOML files read into typed dataclasses, and plain values written as TOML text.
 
 Knows nothing of mpidp's own settings: `mpidp.config` holds those. Reading is strict, because a misspelt key
 that is ignored costs its owner a whole training run: unknown keys, wrong types and wrong values are errors.

@@ -1,1 +1,1 @@
-"""An HDF5 file in, batches out: what is in the file, the order of its rows, reading them ahead of use."""
+"""Batches from HDF5 files: descriptions of the files, the order of samples, reading and prefetching."""

@@ -1,4 +1,4 @@
-"""What ranks compare before a loader is made: settings and files."""
+"""Comparison of settings and files between ranks, before a loader is made."""
 
 from __future__ import annotations
 

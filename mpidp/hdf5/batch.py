@@ -1,4 +1,4 @@
-"""The samples of one step that a rank holds."""
+"""The class `Batch`: the samples of one step on one rank."""
 
 from __future__ import annotations
 

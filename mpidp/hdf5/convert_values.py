@@ -1,4 +1,4 @@
-"""Conversion of stored values to those that batches hold, never wrapped.
+"""Conversion of stored values to the dtype of batches; values that do not fit are errors, never wrapped.
 
 Works on NumPy arrays; bfloat16, which NumPy lacks, is kept as its 16 bits in uint16.
 """

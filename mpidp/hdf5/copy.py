@@ -1,4 +1,4 @@
-"""The tree of an HDF5 file copied: groups, links, types, attributes, and whole datasets by HDF5's own H5Ocopy.
+"""Copies of the tree of an HDF5 file: groups, links, types, attributes, and whole datasets by HDF5's own H5Ocopy.
 
 H5Ocopy keeps no hard links between its calls, and makes references null. So the tree is walked here, each object is
 copied once and linked to from its other names, and references are made anew when all objects are there.

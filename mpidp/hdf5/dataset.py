@@ -1,4 +1,4 @@
-"""A described data set: its fields, its files, and where the bytes of their rows lie.
+"""The description of a data set: its fields, its files, and where the bytes of their rows lie.
 
 Plain numbers and names, no handles, so that one rank can find them out and send them to all; nothing here opens a
 file. Files are laid end to end. A *block* of a dataset is one layer of chunks: `block_rows` samples, cut into *tiles*

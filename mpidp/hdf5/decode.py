@@ -1,4 +1,4 @@
-"""Stored values of rows, read and decoded without HDF5 from where their `Storage` says.
+"""Reading and decoding of rows without HDF5, from the places in the file that a `Storage` lists.
 
 Everything that takes time here - reading, inflating, copying - releases Python's lock, so threads decode side by
 side. Each thread works in buffers of its own, and keeps a few descriptors: a data set may have more files than a

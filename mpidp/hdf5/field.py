@@ -1,4 +1,4 @@
-"""Fields of a batch: what a user says of one, and its shape and dtype in memory.
+"""Fields of a batch: the user's `FieldSpec`, and the shape and dtype that follow from it.
 
 Plain names and numbers: neither files nor tensors are touched here.
 """

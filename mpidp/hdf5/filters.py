@@ -1,4 +1,4 @@
-"""The filters of a chunk, undone without HDF5, whose lock lets only one thread of a process decode at a time.
+"""Undoing the filters of a chunk without HDF5, whose lock lets only one thread of a process decode at a time.
 
 Inflating and the other codecs are imagecodecs' (libdeflate, measured fastest of five, benchmarks/loader.md), which
 releases Python's lock; without it deflate is left to `zlib`, and the other codecs to HDF5.

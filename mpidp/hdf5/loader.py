@@ -1,4 +1,4 @@
-"""The loader: HDF5 files in, this rank's batch of every step out."""
+"""The class `HDF5Loader`: this rank's batches of every step, read from HDF5 files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reading may hold in memory, and the kind of order, streams and mixing depth that follow from it.
+"""The memory that reading may use, and the kind of order, streams and mixing depth that follow from it.
 
 The latter decide which samples form a batch, so they follow from the data, the global batch and what one node has,
 never from the number of ranks.

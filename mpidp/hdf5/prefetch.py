@@ -1,4 +1,4 @@
-"""Batches made ahead of use by a thread, in memory that is allocated once and used in turn.
+"""Prefetching: a thread makes batches ahead of use, in memory that is allocated once and used in turn.
 
 A thread and not a process: forking after MPI has started is unsafe, and spawned processes cannot start MPI again. The
 thread never calls MPI. A batch's memory is used again when nothing refers to it any more, neither the batch nor any

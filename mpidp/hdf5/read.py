@@ -1,4 +1,4 @@
-"""Rows of a chunk as batches hold them: the one way from the bytes of a file to their values.
+"""Reading the rows of chunks, as batches hold them: the one path from bytes in a file to values.
 
 Rows are decoded without HDF5 where `locate` found that they can be, and read by HDF5, one thread at a time, where
 not. Both ways give the same values.

@@ -1,4 +1,4 @@
-"""Batches of an ordinary `torch.utils.data.DataLoader`, shared by ranks as exactly as those of an `HDF5Loader`."""
+"""The class `Shares`: batches of a `torch.utils.data.DataLoader`, divided among ranks as an `HDF5Loader`'s are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a rank's samples in host memory to its batch on the device, through the user's transforms.
+"""Users' transforms: from a rank's samples in host memory to its batch on the device.
 
 What a sample draws depends on seed, epoch and its row number, and on how much was drawn for it before: not on
 its place in the batch nor on the number of ranks. Each sample has a SplitMix64 stream of its own (Steele, Lea

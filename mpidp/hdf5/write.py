@@ -1,4 +1,4 @@
-"""New HDF5 files from encoded chunks.
+"""Writing of new HDF5 files from encoded chunks.
 
 Chunks are encoded outside of the file that they are for, so that several threads can do it at once; `write_file` lays
 the encoded bytes into it unchanged.

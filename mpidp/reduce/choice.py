@@ -1,4 +1,4 @@
-"""Which reducer is used, and why: a rule on facts, so that every start of a job chooses the same."""
+"""The choice of the reducer: a rule on facts, so that every start of a job chooses the same."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Means of 16-bit numbers over ranks by exchange, with float32 sums and error feedback.
+"""The mean of 16-bit numbers over ranks by exchange, with float32 sums and error feedback.
 
 MPI has no 16-bit floating-point type, and summing in 16 bits along a ring would round at every hop. So each rank
 becomes the owner of one part: it receives that part from everybody (Alltoall), adds in float32 in the order of ranks,

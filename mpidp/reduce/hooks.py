@@ -1,4 +1,4 @@
-"""Hooks in autograd: they tell a reduction when a gradient comes, and when a backward pass is over.
+"""Autograd hooks that tell a reduction when a gradient is ready, and when a backward pass is over.
 
 Autograd holds them where the garbage collector does not look, so they hold the reduction weakly.
 """

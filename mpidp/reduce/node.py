@@ -1,4 +1,4 @@
-"""The reducer `node`: sums in memory that the ranks of a node share, and across nodes slice by slice.
+"""The reducer `node`: sums in memory that the ranks of a node share, and slice by slice across nodes.
 
 On a node nothing is sent. Each rank adds its own slice straight out of the segments of all ranks and writes the mean
 back to all of them: every byte is read once and written once, which is what copying costs.

@@ -1,4 +1,4 @@
-"""The thread that reduces buckets while backward goes on.
+"""A thread that reduces buckets while the backward pass goes on.
 
 It makes the calls on communicators of its own. Non-blocking collectives of the training thread would not help: they
 progress only when somebody calls MPI.

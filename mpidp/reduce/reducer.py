@@ -1,4 +1,4 @@
-"""The contract of a reducer, and its options.
+"""The base class of reducers, and their options.
 
 A reducer replaces each bucket by its mean over the ranks. The strategies differ only in how; `naive` is the
 specification that the others are tested against.

@@ -1,4 +1,4 @@
-"""The reduction of a model's gradients, from autograd's hooks through buckets and reducer to their mean."""
+"""The reduction of a model's gradients to their mean: autograd's hooks, buckets and a reducer."""
 
 import logging
 import time

@@ -1,4 +1,4 @@
-"""The reducer `staged`: by way of two host buffers, for device memory that MPI must not be given.
+"""The reducer `staged`: through two host buffers, for device memory that MPI must not be given.
 
 Three things work at once: the copy engine that brings pieces down to the host, the host that reduces them, and the
 copy engine that takes them up again. Two host buffers suffice: while one is being reduced, the other is first emptied

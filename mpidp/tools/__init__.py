@@ -1,1 +1,1 @@
-"""What a user runs around a training run; each tool is one module with one entry function."""
+"""The tools of the command line, for work around a training run; each has one entry function."""

@@ -1,4 +1,4 @@
-"""`mpidp checkpoint list | verify | export`: look at the checkpoints of a run, without MPI."""
+"""`mpidp checkpoint list | verify | export`: commands on the checkpoints of a run, without MPI."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""A configuration, its model and a number of ranks enter; a text leaves that says what the run would be like.
+"""The plan of a run: the batches, shards, buckets and memory that a configuration and a number of ranks give.
 
 Behind `mpidp train --dry-run`. Nothing here starts MPI: shards and buckets are arithmetic, so a laptop can
 tell what a thousand ranks would do.

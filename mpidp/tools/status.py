@@ -1,4 +1,4 @@
-"""`mpidp status`: how far runs are, read from their small files, and what Slurm says of their jobs.
+"""`mpidp status`: the progress of runs, from the small files in their folders, and the state of their Slurm jobs.
 
 Needs neither torch nor MPI, and locks nothing. Run folders of others, and damaged ones, are read too: what is not of
 the kind that a run records counts as not recorded.

@@ -1,4 +1,4 @@
-"""`mpidp submit`: a batch script for Slurm that trains, written and submitted without torch or MPI.
+"""`mpidp submit`: writes and submits a batch script for Slurm that trains, without torch or MPI.
 
 Every value arrives in the script as one word, or is refused: `_faults` knows what a line of a script cannot hold.
 """

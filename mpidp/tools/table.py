@@ -1,4 +1,4 @@
-"""What tools print: aligned tables, readable sizes, and how far a long reading or writing is."""
+"""Text for terminals: aligned tables, readable sizes, and the progress of long reads and writes."""
 
 import sys
 import time

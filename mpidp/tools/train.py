@@ -1,4 +1,4 @@
-"""`mpidp train`: its options, and training alone or as one of many ranks.
+"""`mpidp train`: its options, and training as one process or as one of many ranks.
 
 Defaults < run file < command line. Keyword arguments are read here, `--SECTION.arguments.NAME=VALUE`, because their
 names are the model's or the optimizer's own: they need not be in the run file, and TOML types their values.

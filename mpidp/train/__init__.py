@@ -1,1 +1,1 @@
-"""A model, batches and reducers in, a trained model out: wrapper, trainer, checkpoints, metrics."""
+"""Training: the wrapper `DataParallel`, the trainer, checkpoints, metrics."""

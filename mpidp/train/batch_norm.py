@@ -1,4 +1,4 @@
-"""Running statistics of batch norm, combined over ranks by sample counts; and its error for one sample."""
+"""Running statistics of batch norm, combined over ranks by sample counts; and its error for a single sample."""
 
 import logging
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Losses, transforms and functions for the end of a run, by the names that run files give them."""
+"""Losses, transforms and end-of-run functions, by the names that run files give them."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a training: resumed from the newest, saved on the way, and once more before the job is stopped."""
+"""The class `Checkpoints`: resumes from the newest, saves during training, and once more before the job is stopped."""
 
 from __future__ import annotations
 

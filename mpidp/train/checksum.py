@@ -1,4 +1,4 @@
-"""Checksums of tensors: equal for equal bits, and different after any single flip.
+"""Checksums of tensors: equal for equal bits, and different after any single bit flip.
 
 A sum of 64-bit words costs one reading of the memory, on a CPU or a GPU, and no wait for a GPU.
 """

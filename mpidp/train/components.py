@@ -1,4 +1,4 @@
-"""The objects that the names and arguments in a run file stand for."""
+"""The model, optimizer, data and other objects that a run file names, constructed from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wrapper `DataParallel`: a module whose gradients are the mean over all ranks when `backward()` returns."""
+"""The class `DataParallel`: a module whose gradients are the mean over all ranks when `backward()` returns."""
 
 import logging
 from collections import OrderedDict

@@ -1,4 +1,4 @@
-"""Training that goes on when ranks die: begun anew on those that are left, from the state that they have in memory.
+"""Elastic training: after ranks die, it starts anew on those that are left, from the state in their memory.
 
 A step is taken by all survivors or by none: after the gradients are reduced and before the optimizer changes anything,
 all ranks agree that nobody has died so far. Whoever meets a death before that has changed nothing, and takes the step

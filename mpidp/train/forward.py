@@ -1,4 +1,4 @@
-"""The model and the loss of a run on a batch, and errors of one line for what they refuse.
+"""The forward pass and the loss of a run on a batch, with one-line errors for inputs that they do not accept.
 
 Where code of the user's own is on the way, its traceback is wanted: the error goes its way, with that line as a note.
 """

@@ -1,4 +1,4 @@
-"""The gradients of a wrapped module, with all that is compared and checked between `backward()` and the optimizer."""
+"""The gradient synchronisation of a wrapped module, and the checks between `backward()` and the optimizer."""
 
 import weakref
 from typing import Any

@@ -1,4 +1,4 @@
-"""Steps of optimizers: hooks before and after them, and which gradients may be stepped.
+"""Hooks before and after optimizer steps, and the check that the stepped gradients are reduced.
 
 Only gradients in their buckets that were reduced since they were accumulated may be. Torch calls such hooks for all
 optimizers of the process. GradScaler has no hook, and decides by each rank's own gradients whether to step: it is made

@@ -1,4 +1,4 @@
-"""Comparison of what must be equal on all ranks: parameters, buffers and optimizer state, a part of it at each step.
+"""Comparison of parameters, buffers and optimizer state between ranks, a part of them at each step.
 
 Habits of a script make copies of a model differ, and so do faults of memory; a copy that differs spoils the gradients
 of all from then on, and no loss curve tells. So at each step a part of everything is summed up, bit by bit, and the

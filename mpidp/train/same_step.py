@@ -1,4 +1,4 @@
-"""What a reduction of gradients belongs to, and the error for ranks that reduce different things."""
+"""The check that all ranks reduce gradients of the same step, and its error."""
 
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass

@@ -1,4 +1,4 @@
-"""Equal models on all ranks: what they are is compared, and rank 0's values are given to all."""
+"""The check that all ranks have the same model, and the broadcast of rank 0's values."""
 
 import hashlib
 from collections.abc import Sequence

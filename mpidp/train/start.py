@@ -1,4 +1,4 @@
-"""What one start of a run keeps when ranks are lost, and its trainer is made anew on those that are left."""
+"""One start of a run: what it keeps when ranks are lost, and the trainer that is then made anew."""
 
 import time
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""The state of a training: all that it needs to go on elsewhere as if it had not stopped."""
+"""The class `TrainState`: the state of a training, all that a resume needs to go on exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests to stop, by a signal or a file `STOP`, on which all ranks agree after the same step."""
+"""Requests to stop, by a signal or a file `STOP`; all ranks stop after the same step."""
 
 import logging
 import time

@@ -1,4 +1,4 @@
-"""The layer `SyncBatchNorm`: batch norm over the samples of all ranks, also for uneven and no samples."""
+"""The layer `SyncBatchNorm`: batch norm over the samples of all ranks, also where these are uneven or none."""
 
 from collections.abc import Callable
 from functools import partial

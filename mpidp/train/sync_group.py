@@ -1,4 +1,4 @@
-"""Sums over ranks for the layers of `SyncBatchNorm`, with errors where ranks would wait for each other for ever.
+"""Sums over ranks for the layers of `SyncBatchNorm`, with an error instead of a deadlock.
 
 Layers wait for each other in forward and in backward. So a rank that goes another way than the others would never
 be met: every message says which layer sends it, and the wrapper has the ranks meet before each forward pass and

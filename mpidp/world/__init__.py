@@ -1,1 +1,1 @@
-"""The ranks of a job: how it starts, who and where they are, how they wait and end. Alone in importing mpi4py."""
+"""The ranks of a job: start, topology, collectives, watchdog and exit. The only package that imports mpi4py."""

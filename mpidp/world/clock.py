@@ -1,4 +1,4 @@
-"""Clocks of the nodes compared with rank 0's.
+"""Offsets of the nodes' clocks from rank 0's.
 
 F. Cristian's algorithm (Probabilistic clock synchronization, Distributed Computing 3, 1989): a clock was read half-way
 between a question and its answer, and the quickest of several answers is off by at most half the time that it took.

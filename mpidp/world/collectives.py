@@ -1,4 +1,4 @@
-"""Collective helpers: waits, integers, errors, rows of a data set, and answers that come one call later.
+"""Collective helpers: barriers, integers, errors, rows of a data set, and results that come one call later.
 
 The messages of `DelayedMaximum` and `DelayedEquality` travel while the next step computes, so that asking at every step
 costs a call and no waiting.

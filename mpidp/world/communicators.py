@@ -1,4 +1,4 @@
-"""Communicators whose blocking calls the watchdog sees, and what becomes of them when a rank dies.
+"""Communicators whose blocking calls the watchdog sees, and their handling when a rank dies.
 
 MPI's user-level failure mitigation (ULFM, in the MPI standard's terms: process fault tolerance) turns the death of a
 rank into an error of the calls that need it. Open MPI 5 has it when `mpiexec --with-ft ulfm` starts the job.

@@ -1,4 +1,4 @@
-"""The World of this process, for those that are given none. Imports neither MPI nor torch."""
+"""The current `World` of this process. Imports neither MPI nor torch."""
 
 from __future__ import annotations
 

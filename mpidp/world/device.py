@@ -1,4 +1,4 @@
-"""This rank's device, and the proof that MPI can be given its memory.
+"""The device of this rank, and the test that MPI can be given its memory.
 
 A library that is not CUDA-aware crashes on a device pointer, or worse, copies garbage. What it says of itself is only
 a hint; what counts is the result of an Allreduce on device memory. That runs in a child (`python -m

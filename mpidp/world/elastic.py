@@ -1,4 +1,4 @@
-"""The ranks of a job some of which may die: an agreement in each step, and a new World of those that are left.
+"""Loss of ranks: an agreement of all ranks in each step, and a new `World` of those that are left.
 
 All survivors come to `shrink`, each out of another call: whoever comes first revokes every communicator, so that the
 others' calls fail, too. What they agree on afterwards holds for all of them, also when more ranks die meanwhile.

@@ -1,4 +1,4 @@
-"""The end of a rank: a failure ends the whole job, any other way out waits for the other ranks.
+"""The exit of a rank: a failure ends the whole job, any other exit waits for the other ranks.
 
 A rank that dies quietly leaves the others waiting in a collective until the time limit. So an exception that nobody
 catches, in any thread or in a function that `atexit` calls, is printed with rank, node, step and phase, and aborts all

@@ -1,4 +1,4 @@
-"""Which launcher started this process, as which rank of how many, and what will keep MPI from starting.
+"""Facts of the launch: which launcher, which rank of how many, and what will keep MPI from starting.
 
 From environment variables and the size of /dev/shm alone: a login node, `--help` and the error for a wrong launch can
 use it, as it starts no MPI.

@@ -1,4 +1,4 @@
-"""The MPI library: which files of it this process has loaded, and what it says of itself.
+"""Facts of the MPI library: the files of it that this process has loaded, and what it says of itself.
 
 Run as `python -m mpidp.world.library`, it starts MPI in a world of one and prints a line of JSON: on a login node that
 is done in a child process, whose crash says something too. No torch, and no MPI until it is asked.

@@ -1,4 +1,4 @@
-"""The logger `mpidp`, and standard streams that may have no reader any more.
+"""The loggers `mpidp` and `mpidp.rank`, and standard streams whose reader may be gone.
 
 The library prints nothing on standard output, which is the program's. Two loggers: `mpidp` is what the job has to say,
 told by rank 0 (`World.log_once`) and, from WARNING up, by any rank; `mpidp.rank` is what concerns one rank alone, such

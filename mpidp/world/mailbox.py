@@ -1,4 +1,4 @@
-"""Messages between ranks that nobody waits for.
+"""Messages between ranks that are sent and received without waiting.
 
 A thread of its own uses this while the main thread may be inside a call of MPI, which therefore must have been started
 with MPI_THREAD_MULTIPLE.

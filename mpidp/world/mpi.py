@@ -1,4 +1,4 @@
-"""mpi4py's `MPI` module, imported so that the import does not start MPI, and how MPI ends at exit.
+"""mpi4py's `MPI` module, imported without starting MPI, and the end of MPI at exit.
 
 MPI is ended by a function of this package, unless somebody imported mpi4py before. mpi4py holds Python's lock in
 `MPI_Finalize`, so that no Python thread could limit its time: faulthandler's thread, which is none, does.

@@ -1,4 +1,4 @@
-"""Small files that no reader meets half-written, and flushes to the disk. Needs neither MPI nor torch."""
+"""Atomic writing of small files, and flushes to the disk. Needs neither MPI nor torch."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Rows of equal size in the memory of all ranks, fetched by messages of the ranks that hold them.
+"""Rows of equal size spread over the memory of all ranks, fetched by messages.
 
 Numbers go by Alltoallv; rows by point-to-point messages between those ranks that have any to exchange, so that they
 travel while the step computes. MPI is called by the thread that calls these methods, and by no other.

@@ -1,4 +1,4 @@
-"""Memory that all ranks of a node can read and write.
+"""Shared memory of the ranks of a node.
 
 Each rank makes an anonymous file in memory and the others of its node map it. A mapping lives as long as some tensor
 looks into it, so nobody's tensor ever points to memory that is gone, and giving it back is not collective. It takes

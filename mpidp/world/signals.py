@@ -1,4 +1,4 @@
-"""Signals: those that ask training to stop between two steps, and SIGTERM and SIGINT that end the job.
+"""Signal handlers: requests to stop between two steps, and SIGTERM and SIGINT that end the job.
 
 Schedulers warn before they kill: SIGTERM (preemption, `scancel`, a service manager), SIGUSR2 (`sbatch --signal`). The
 handlers only take a note, so a step is never cut in two. Starts no MPI: the command line watches before anything else

@@ -1,4 +1,4 @@
-"""Where threads are in their code, as text: of this process, and of a neighbour that does not answer.
+"""Stacks of threads as text: of this process, and of one on this node that does not answer.
 
 A rank inside a library that holds Python's lock can run no thread of ours. But its handler of a signal writes the
 stacks, in C, to a file in its memory, which a neighbour on its node reads.

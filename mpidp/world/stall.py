@@ -1,4 +1,4 @@
-"""Waits that last too long: which ranks are missing, what is asked of them, and the report for people.
+"""Stalls, waits that last too long: which ranks are missing, what is asked of them, and the report.
 
 No MPI: the rank that watches gives what it has heard, which may be nothing of some ranks.
 """

@@ -1,4 +1,4 @@
-"""Start of a job on one rank: MPI is begun, a device chosen, and what would go wrong later is found on every rank."""
+"""The function `init`: starts MPI, chooses devices, and checks on every rank what would fail later."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""What this process is doing: step, phase and waits for other ranks; with their times while a trace is made.
+"""The status of this process: step, phase and waits for other ranks; and their times while a trace is made.
 
 One process is one rank, so there is one `status`. To say something costs less than a microsecond, and no lock: the
 watchdog's thread reads it whenever it likes.

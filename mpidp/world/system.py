@@ -1,4 +1,4 @@
-"""What Linux says of this node: memory, file systems, cores, processes. Needs neither MPI nor torch."""
+"""Facts of this node from Linux: memory, file systems, cores, processes. Needs neither MPI nor torch."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The communicators that reductions run on: all ranks, the ranks of a node, and across nodes; cores of a rank."""
+"""The communicators of reductions: all ranks, the ranks of a node, and across nodes; and the cores of a rank."""
 
 import os
 import warnings

@@ -1,4 +1,4 @@
-"""A thread of each rank that finds ranks which keep the others waiting, reports them, and ends the job.
+"""The watchdog: a thread of each rank that finds ranks which keep others waiting, reports them, and ends the job.
 
 It tells two ranks, the first and the last, what its rank does: seldom as long as all is well, once a second while it
 waits. The first rank looks for waits that last too long; the last one takes its place when it hears nothing of it.

@@ -1,4 +1,4 @@
-"""Losses that are means over unequal parts, scaled so that their plain mean over ranks is the mean over all parts.
+"""Scaling of losses over unequal parts, so that their plain mean over ranks is the mean over all parts.
 
 Apart from the collective helpers, since a loader of one process alone must not import MPI.
 """

@@ -1,4 +1,4 @@
-"""The ranks of a job seen from one of them, and a few collective helpers on a private communicator.
+"""The class `World`: the ranks of a job seen from one of them, with a few collective helpers.
 
 Every method that says "collective" must be called by all ranks, in the same order. MPI is imported where several ranks
 call it, so that a process that is alone needs none.

@@ -1,1 +1,1 @@
-"""What is in HDF5 files and where: metadata, read once by one rank."""
+"""Metadata of HDF5 files: what they hold and where, read once by one rank."""

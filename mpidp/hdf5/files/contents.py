@@ -1,4 +1,4 @@
-"""What a whole HDF5 file holds: datasets, links and where they lead, what is damaged, what other programs keep there.
+"""Listing of a whole HDF5 file: datasets, links and their targets, damage, and traces of other programs.
 
 Unlike `describe`, which checks the datasets of a run, this reports whatever is there, trainable or not.
 """

@@ -1,4 +1,4 @@
-"""Describing the datasets of a run: paths and fields become a checked `DataSet`; no file stays open.
+"""Description of the datasets of a run: from paths and fields to a checked `DataSet`; no file stays open.
 
 Everything that can be known to be wrong with the files is said here, before training starts.
 """

@@ -1,4 +1,4 @@
-"""Opening HDF5 files, and the plain facts of a dataset in them.
+"""Opening of HDF5 files, and basic facts of a dataset in them.
 
 Files are opened read-only and without locks, which many cluster file systems do not have. What HDF5 reports as an
 error is raised as a `DataError` that says what to do.

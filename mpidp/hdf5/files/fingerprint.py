@@ -1,4 +1,4 @@
-"""The fingerprint by which a resume knows its data, and what changed since.
+"""Fingerprints of data sets, by which a resume finds that its data has changed, and in what.
 
 A position in an epoch means the same samples only over the same rows in the same order. Of the values a few rows at
 fixed places are compared, which costs three small reads a dataset: files that were written anew are told apart, a

@@ -1,4 +1,4 @@
-"""What the installed HDF5 library can do; `main` is run as a child process.
+"""Capabilities of the installed HDF5 library; `main` is run as a child process.
 
 In a child, since an h5py that was built with MPI starts MPI when it is imported.
 """

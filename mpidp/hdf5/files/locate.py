@@ -1,4 +1,4 @@
-"""Where the bytes of a dataset lie on disk, or why only HDF5 can read them.
+"""The places of a dataset's bytes on disk, or the reason why only HDF5 can read them.
 
 Addresses are not trusted before values decoded from them equal those that HDF5 reads: a user block shifts
 them, and a filter or a type may hold a surprise.

@@ -1,4 +1,4 @@
-"""Why a name in an HDF5 file leads to no dataset, and what there is instead."""
+"""Messages for a name that leads to no dataset of an HDF5 file: the reason, and what there is instead."""
 
 import os
 from collections import Counter

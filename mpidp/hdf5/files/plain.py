@@ -1,4 +1,4 @@
-"""Rows read by HDF5 itself: the plain way, which reads whatever HDF5 reads.
+"""Reading of rows by HDF5 itself: slower, but it reads whatever HDF5 reads.
 
 HDF5 lets one thread in at a time, so that is all that may use a reader. `mpidp.hdf5.decode` is the fast way.
 """

@@ -1,4 +1,4 @@
-"""Types, attributes and values of an open dataset in NumPy's terms, however foreign they are.
+"""Types, attributes and values of an open dataset in NumPy's terms, also where NumPy has no such type.
 
 A type that NumPy lacks, or whose values vary in length, spoils no member beside it: HDF5 reads any member alone.
 """

@@ -1,4 +1,4 @@
-"""The mode `node`: one decoded copy of all rows in the memory of each node, made and read by its ranks."""
+"""The mode `node`: one decoded copy of all rows in each node's shared memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mode `stage`: verified copies of the files on each node, for as long as they are used.
+"""The mode `stage`: verified copies of the files on a disk of each node, kept as long as they are used.
 
 The ranks of a node copy ranges of the files in parallel. Copies are shared by all loaders and jobs of a user there.
 CRC-32 tells whether the bytes read back from the disk are those that were read.

@@ -1,4 +1,4 @@
-"""Places for copies of files in a node-local folder, each there for as long as some process uses it.
+"""Folders for staged copies on a node's disk, each kept as long as some process uses it.
 
 A place is a folder of its own. Every process that uses places keeps a lock on a mark that names them, and the kernel
 takes that lock away however the process ends. So a place that no locked mark names is a leftover, for instance of a

@@ -1,1 +1,1 @@
-"""Rows in the order in which an epoch uses them: arithmetic, without files, torch or MPI."""
+"""The order of samples in an epoch: arithmetic, without files, torch or MPI."""

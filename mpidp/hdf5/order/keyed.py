@@ -1,4 +1,4 @@
-"""Random words, permutations and bijections that follow from a seed and a key of small integers, for ever.
+"""Random words, permutations and bijections keyed by a seed and small integers, the same in every version of NumPy.
 
 NumPy may change the algorithms of `numpy.random.Generator` (shuffle, integers, ...) in any release, but it
 promises that a fixed seed of a bit generator gives the same raw stream for ever. So only raw streams are

@@ -1,4 +1,4 @@
-"""A data set split in two: which rows of each chunk train and which validate.
+"""The split of a data set in two: which rows of each chunk train and which validate.
 
 Every chunk gives its share, so that a file sorted by class or by time is split fairly. Shares are rounded
 cumulatively (Bresenham's line, with a phase drawn from the seed), which makes the total exact. The rows of a

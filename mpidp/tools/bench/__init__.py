@@ -1,1 +1,1 @@
-"""Benchmarks behind `mpidp bench`: competing ways to do the same work, timed fairly in one run."""
+"""The benchmarks of `mpidp bench`: alternative ways to do the same work, timed in turn in one run."""

@@ -1,4 +1,4 @@
-"""`mpidp bench allreduce`: time and bandwidth of reductions, beside MPI's Allreduce and Gloo.
+"""`mpidp bench allreduce`: time and bandwidth of reductions, compared with MPI's Allreduce and Gloo.
 
 Every rank starts with its own multiple of one pattern of small integers: their sum and mean are exact in float32
 whatever the order of summation, so the result of each side is held against arithmetic before it is timed.

@@ -1,4 +1,4 @@
-"""`mpidp bench loader`: how fast mpidp's loader reads a file, beside other loaders and what the machine allows.
+"""`mpidp bench loader`: the speed of the loader on a file, compared with other loaders and the machine's limits.
 
 Every side reads the same number of rows, checks what it read once, and takes turns with the others. Times are
 of one process; what workers burn counts in the processor time.

@@ -1,4 +1,4 @@
-"""What users write to load an HDF5 file: torch Datasets read by h5py, which `mpidp bench loader` compares with.
+"""Baselines of `mpidp bench loader`: torch Datasets that read HDF5 by h5py, as users write them.
 
 They are written as well as their kind allows: the file is opened lazily, once in each process, with a chunk cache of a
 sensible size. Nothing here may import MPI: worker processes import this module.

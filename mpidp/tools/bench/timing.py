@@ -1,4 +1,4 @@
-"""Fair timing of competing pieces of work, each of which must show a right result first."""
+"""Timing of alternatives in turn, after a check that each gives the right result."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -1,1 +1,1 @@
-"""`mpidp data`: look at data, check it, bring it into HDF5 files that are read fast, or make some."""
+"""`mpidp data`: inspect and verify HDF5 files, convert data to files that are read fast, or make some."""

@@ -1,4 +1,4 @@
-"""`mpidp data inspect`: what is in an HDF5 file, what the loader would make of it, and advice."""
+"""`mpidp data inspect`: the contents of an HDF5 file, what the loader would make of it, and advice."""
 
 import math
 import shlex

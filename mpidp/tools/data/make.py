@@ -1,4 +1,4 @@
-"""Synthetic rows that can be learnt, as the source of a conversion.
+"""Synthetic data that a model can learn, as the source of a conversion.
 
 A row's values depend on the seed, the field and the row alone, so chunks and workers cannot change them.
 Only raw random streams are used, which NumPy keeps the same for ever.

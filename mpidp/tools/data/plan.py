@@ -1,4 +1,4 @@
-"""How a conversion is cut into tasks, and the datasets that it writes. Arithmetic only."""
+"""The plan of a conversion: its tasks, and the datasets that it writes. Arithmetic only."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Reading every chunk of a dataset and looking at its values: one rank's share of `mpidp data verify`.
+"""The scan of a dataset's values, chunk by chunk: one rank's share of `mpidp data verify`.
 
 Every chunk is decoded by HDF5 itself, which checks the checksums of fletcher32 and of the compressors on the way.
 """

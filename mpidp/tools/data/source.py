@@ -1,4 +1,4 @@
-"""What a conversion reads from: the contract of all sources, and the one of .npy and .npz files."""
+"""The base class of a conversion's sources, and the one of .npy and .npz files."""
 
 import os
 import shutil

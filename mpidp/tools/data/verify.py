@@ -1,4 +1,4 @@
-"""`mpidp data verify`: all that is wrong in HDF5 files, as a report on every rank.
+"""`mpidp data verify`: a report of everything that is wrong in HDF5 files, on every rank.
 
 Rank 0 reads the metadata and tells the others what there is; blocks of chunks are dealt out in turn. Alone, nothing of
 MPI is started. Collective where there are several ranks.

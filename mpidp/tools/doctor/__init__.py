@@ -1,1 +1,1 @@
-"""The command `mpidp doctor`: facts of a machine, an installation and a job, checks that read them, a report."""
+"""`mpidp doctor`: facts of a machine, an installation and a job, checks of these, and a report."""

@@ -1,4 +1,4 @@
-"""The command `mpidp doctor`: the order of its steps, and its exit code.
+"""The command `mpidp doctor`: its steps in order, and its exit code.
 
 Alone it starts MPI in a child process only; under a launcher every rank comes here, and rank 0 prints.
 """

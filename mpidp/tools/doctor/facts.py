@@ -1,4 +1,4 @@
-"""All that doctor knows of a rank: plain values, which travel between ranks and become JSON; and their gathering.
+"""The facts that doctor collects of a rank: plain values, which are gathered from all ranks and become JSON.
 
 What may crash, or would start MPI, is asked in child processes.
 """

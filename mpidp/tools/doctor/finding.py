@@ -1,4 +1,4 @@
-"""Findings: their levels, how those of many ranks become one list, and how the list is printed. Pure."""
+"""Findings: their levels, the merging of those of many ranks into one list, and its printing. Pure."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Texts that MPI, Slurm, HDF5 and drivers print, each with what it means and what to do; and the search for them."""
+"""Known messages of MPI, Slurm, HDF5 and drivers: what each means and what to do; and the search for them."""
 
 import re
 from dataclasses import dataclass

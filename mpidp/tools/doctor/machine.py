@@ -1,4 +1,4 @@
-"""What Linux, its file systems and GPU drivers say of this node and this process. Uses neither MPI nor torch."""
+"""Facts of this node and process from Linux, its file systems and GPU drivers. Uses neither MPI nor torch."""
 
 import ctypes
 import errno

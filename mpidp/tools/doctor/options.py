@@ -1,4 +1,4 @@
-"""Options of `mpidp doctor`. A file of their own, so that `--help` need not import what doctor looks with."""
+"""Options of `mpidp doctor`, apart from it so that `--help` imports nothing heavy."""
 
 from dataclasses import dataclass
 from typing import Annotated

@@ -1,1 +1,1 @@
-"""The page about runs behind `mpidp report`. Needs neither torch nor MPI."""
+"""`mpidp report`: a page about runs. Needs neither torch nor MPI."""

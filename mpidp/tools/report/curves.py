@@ -1,4 +1,4 @@
-"""What a report draws: curves over the steps, what happened when, and the time of a step by phase."""
+"""The curves of a report: values over the steps, events, and the time of a step by phase."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""The command `mpidp report`: run folders are read, and a page about them is written. Needs neither torch nor MPI."""
+"""The command `mpidp report`: reads run folders and writes a page about them. Needs neither torch nor MPI."""
 
 import os
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What a run folder recorded: configuration, starts, metrics, checkpoints, trace. Needs neither torch nor MPI."""
+"""The records in a run folder: configuration, starts, metrics, checkpoints, trace. Needs neither torch nor MPI."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The tables of a report: what was run, its starts and settings, and everything measured, in numbers."""
+"""The tables of a report: the runs, their starts and settings, and all measured numbers."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Failures of the file system in words: why a file cannot be written, and what to do. Needs no torch."""
+"""Messages for failures of the file system: why a file cannot be written, and what to do. Needs no torch."""
 
 import errno
 import os

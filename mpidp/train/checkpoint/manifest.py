@@ -1,4 +1,4 @@
-"""`manifest.json` of a checkpoint: sizes and checksums of its files, and the damage that they reveal.
+"""`manifest.json` of a checkpoint: sizes and checksums of its files, by which damage is found.
 
 Each file's checksum is what `sha256sum` prints. The manifest's own is over its other lines, and any other spelling of
 the same content counts as damage, so that no byte of it can change unnoticed. Needs no torch.

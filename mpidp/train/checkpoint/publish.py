@@ -1,4 +1,4 @@
-"""The publishing of a checkpoint: its name, the link `latest`, and the removal of superfluous ones.
+"""Publishing of a checkpoint: its name, the link `latest`, and the removal of old ones.
 
 Whatever moment the process dies at, what was complete before is complete afterwards: the manifest is written last, a
 folder appears by a rename, and older ones go only when the new one is on the disk. One process calls it; no torch.

@@ -1,4 +1,4 @@
-"""Which checkpoints a folder holds, whether they are whole, and what is in them.
+"""Reading of checkpoints: which ones a folder holds, whether they are complete, and what is in them.
 
 A checkpoint is a folder `step_00000120`:
 

@@ -1,4 +1,4 @@
-"""One rank's part of a checkpoint: the copy of a state in host memory, and the files that a thread writes of it.
+"""Writing of one rank's part of a checkpoint: a copy of the state in host memory, written by a thread.
 
 Only the copy holds up training. The first one also has to get its memory from the system, which takes longer than the
 copy itself; the next ones use it again. Files are hashed on their way and flushed to the disk.

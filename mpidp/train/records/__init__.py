@@ -1,1 +1,1 @@
-"""What a run leaves to be read: its folder, metrics, progress and traces."""
+"""The records of a run: its folder, metrics, progress and traces."""

@@ -1,4 +1,4 @@
-"""The ownership of a run folder: a second job is refused as long as the first one lives.
+"""Ownership of a run folder: a second job is refused as long as the first one lives.
 
 `owner.json` names job, node and process of rank 0, which touches it regularly. Whether it lives is known for certain on
 its own node. From another node it is taken for dead when the file was not touched for `SILENT_S`, or when Slurm has

@@ -1,4 +1,4 @@
-"""What rank 0 tells people of a run: a bar or plain lines while it trains, and sentences at start and end."""
+"""Progress of a run on the terminal, by rank 0: a bar or plain lines, and sentences at start and end."""
 
 import logging
 import sys

@@ -1,4 +1,4 @@
-"""The starts of a run: what `env.json` says of each, and which run a start continues. No MPI, no torch.
+"""The starts of a run: the entries of `env.json`, and which run a start continues. No MPI, no torch.
 
 `env.json` is a list with an entry a start. A job that Slurm starts again (preempted, a node lost, `scontrol requeue`)
 has the same job number and runs the same script. It goes on with the run that it began.

@@ -1,4 +1,4 @@
-"""A trace of some steps of a job: `trace.json`, what every rank did, on one time axis.
+"""The trace of some steps of a job: `trace.json`, with what every rank did, on one time axis.
 
 The format is Chrome's "Trace Event Format", which Perfetto reads: complete events (`ph` X) with times in microseconds,
 and metadata (`ph` M) that names processes and threads. Spans of one thread must lie side by side or one in the other;

@@ -1,4 +1,4 @@
-"""The gathering of parameters of which each rank has updated its own shard: by messages or shared memory."""
+"""Gathering of parameters of which each rank has updated its own shard: by messages or shared memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

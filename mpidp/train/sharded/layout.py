@@ -1,4 +1,4 @@
-"""Which elements of which parameter belong to which shard. Pure arithmetic.
+"""The layout of shards: which elements of which parameter belong to which. Pure arithmetic.
 
 All parameters, one behind the other, are cut into as many stretches as there are ranks. A cut comes
 only where a parameter has a multiple of `BLOCK` elements before it, so that vector kernels do with each element what

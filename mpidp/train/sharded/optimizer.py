@@ -1,4 +1,4 @@
-"""The optimizer `ShardedOptimizer`: it steps as a plain one, but each rank keeps only its share of the state.
+"""The class `ShardedOptimizer`: an optimizer of which each rank keeps only its share of the state.
 
 This is the first stage of ZeRO (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
 Models", 2020), for gradients that are the mean over ranks already: each rank brings its shard of the parameters up to

@@ -1,4 +1,4 @@
-"""One rank's shard: the optimizer over runs of the parameters' elements, and what can be cut into such. No MPI."""
+"""One rank's shard: an optimizer over runs of the parameters' elements, and which optimizers allow it. No MPI."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The state of an optimizer, cut into that of runs of its parameters' elements, and put together again.
+"""The state of an optimizer, split by runs of its parameters' elements and joined again.
 
 A state is what `torch.optim` keeps for a parameter, by name: tensors of the parameter's shape, of which a run has its
 part, in one dimension; and numbers that are the same for all its elements, such as the count of steps.
