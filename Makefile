@@ -1,4 +1,4 @@
-# make venv | demo | test | cluster | slurm | chaos | lint | clean; needs git, make and Python 3.11 or newer.
+# make venv | demo | quick | test | rest | cluster | slurm | chaos | lint | clean; needs git, make and Python 3.11 or newer.
 
 SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -7,7 +7,7 @@ MPI ?= mpich
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: venv demo test cluster slurm chaos lint clean
+.PHONY: venv demo quick test rest cluster slurm chaos lint clean
 
 venv: $(STAMP)
 
@@ -21,8 +21,17 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 demo: venv
 	OMP_NUM_THREADS=1 $(BIN)/mpiexec -n 4 $(BIN)/python -m mpidp train jobs/digits.toml
 
+# Linters on what was changed since the last commit, and the unit tests that start no process.
+quick: venv
+	$(BIN)/pre-commit run --files $$(git diff --name-only --diff-filter=d HEAD; git ls-files --others --exclude-standard)
+	$(BIN)/python tests/run_tests.py --venv $(VENV) --mpi $(MPI) --ring quick
+
 test: venv
-	$(BIN)/python tests/run_tests.py --venv $(VENV) --mpi $(MPI)
+	$(BIN)/python tests/run_tests.py --venv $(VENV) --mpi $(MPI) --ring test
+
+# What `make test` leaves out: the other tests on 1, 2 and 4 ranks, and the longer failures.
+rest: venv
+	$(BIN)/python tests/run_tests.py --venv $(VENV) --mpi $(MPI) --ring rest
 
 cluster: venv
 	$(BIN)/python -m pytest -o faulthandler_timeout=300 tests/cluster

@@ -1,6 +1,10 @@
-"""Run the test folders: mpi on several numbers of ranks, unit, faults and docs without a launcher.
+"""Run the tests in rings: quick, then what a stranger runs, then the rest; or single folders of tests.
 
-Usage: python tests/run_tests.py [--venv .venv] [--mpi mpich] [--sizes 1,2,3,4] [--only unit,mpi,...] [pytest words]
+Usage: python tests/run_tests.py [--ring test] [--venv .venv] [--mpi mpich] [pytest words]
+       python tests/run_tests.py --only mpi,unit,... [--sizes 1,2,3,4] [--venv .venv] [--mpi mpich] [pytest words]
+
+`quick` and `test` are `make quick` and `make test`; `rest` is what `test` leaves out, for .ci/run. The tests of the
+folder mpi run under mpiexec on several numbers of ranks, those of unit, faults and docs without launcher.
 
 Under mpiexec rank 0 prints; the others write logs, which are shown when the run fails. A test counts as passed when
 it passed on every rank. A run that crashes, hangs or collects nothing counts as one failure.
@@ -32,7 +36,22 @@ OPEN_MPI = {  # as root, and with more ranks than cores, which then give way to 
     "OMPI_MCA_mpi_yield_when_idle": "1",
 }
 TERMINATE_S, PATIENCE_S = 10, 300
-UNIT_WORKERS = 4
+WORKERS = {
+    "unit": 4,
+    "faults": 2,
+}  # of pytest-xdist, at most one a core; a test of faults starts a job of several ranks
+# Each ring: folder of tests, ranks under mpiexec or None, which of its tests by marker.
+RINGS: dict[str, list[tuple[str, int | None, str]]] = {
+    "quick": [("unit", None, "not job")],
+    "test": [
+        ("unit", None, ""),
+        ("mpi", 3, ""),
+        *(("mpi", ranks, "sizes") for ranks in (1, 2, 4)),
+        ("faults", None, "short"),
+        ("docs", None, ""),
+    ],
+    "rest": [*(("mpi", ranks, "not sizes") for ranks in (1, 2, 4)), ("faults", None, "not short")],
+}
 
 
 def run_rank(folder: Path, words: list[str]) -> None:
@@ -93,10 +112,10 @@ def show_logs(folder: Path) -> None:
         print(f"\n-- {log.name}\n{log.read_text(errors='replace')}", flush=True)
 
 
-def run(kind: str, ranks: int | None, options: argparse.Namespace) -> Counter[str]:
-    """Run tests/KIND in this environment, under mpiexec if `ranks` is a number, and print one line on it."""
+def run(kind: str, ranks: int | None, marked: str, options: argparse.Namespace) -> Counter[str]:
+    """Run tests/KIND with these markers here, under mpiexec if `ranks` is a number, and print one line."""
     launch = "" if ranks is None else f" on {ranks} rank{'s' * (ranks > 1)}"
-    name = f"tests/{kind}{launch}, {options.mpi}"
+    name = f"tests/{kind}{launch}{f' ({marked})' * bool(marked)}, {options.mpi}"
     print(f"\n== {name}", flush=True)
     folder = Path(tempfile.mkdtemp(prefix="mpidp_tests_"))
     binaries = Path(os.path.abspath(options.venv)) / "bin"
@@ -104,9 +123,10 @@ def run(kind: str, ranks: int | None, options: argparse.Namespace) -> Counter[st
     program = [str(binaries / "python"), str(TESTS / "run_tests.py"), "--as-rank", str(folder)]
     # Alone, pytest-timeout ends what hangs: tests that start several jobs may take longer than a hang on ranks may.
     patience = [] if ranks else ["-o", f"faulthandler_timeout={PATIENCE_S}"]
-    # Unit tests are many and need a core each; the others start jobs of several ranks, and watch the clock.
-    workers = ["-n", str(min(UNIT_WORKERS, os.cpu_count() or 1)), "--dist", "loadfile"] if kind == "unit" else []
-    words = [str(TESTS / kind), *patience, *workers, *options.words]
+    count = min(WORKERS.get(kind, 1), os.cpu_count() or 1)
+    workers = ["-n", str(count), "--dist", "loadfile"] if count > 1 else []
+    marks = ["-m", marked] if marked else []
+    words = [str(TESTS / kind), *patience, *workers, *marks, *options.words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | (OPEN_MPI if options.mpi == "openmpi" else {})
     start = time.monotonic()
     wrong = execute([*launcher, *program, *words], environment, options.timeout_s)
@@ -125,6 +145,13 @@ def line(counts: Counter[str]) -> str:
     return f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped"
 
 
+def _chosen(options: argparse.Namespace) -> list[tuple[str, int | None, str]]:
+    if not options.only:
+        return RINGS[options.ring]
+    sizes = [int(size) for size in options.sizes.split(",")]
+    return [(kind, ranks, "") for kind in options.only.split(",") for ranks in (sizes if kind == "mpi" else [None])]
+
+
 def main() -> int:
     """Run what the command line asks for; 1 when anything failed, crashed or hung."""
     parser = argparse.ArgumentParser(
@@ -132,16 +159,15 @@ def main() -> int:
     )
     parser.add_argument("--venv", default=".venv", help="environment with the package and mpiexec")
     parser.add_argument("--mpi", choices=("mpich", "openmpi"), default="mpich", help="the MPI in that environment")
-    parser.add_argument("--sizes", default="1,2,3,4", help="numbers of ranks for tests/mpi")
-    parser.add_argument("--only", default="unit,mpi,faults,docs", help="which of the folders")
+    parser.add_argument("--ring", choices=RINGS, default="test", help="which of the rings")
+    parser.add_argument("--only", default="", help="these folders instead of a ring: unit,mpi,faults,docs")
+    parser.add_argument("--sizes", default="1,2,3,4", help="with --only: numbers of ranks for tests/mpi")
     parser.add_argument("--timeout-s", type=float, default=2400, help="seconds that one run may take")
     options, words = parser.parse_known_args()
     options.words = words
-    sizes = [int(size) for size in options.sizes.split(",")]
     total = Counter[str]()
-    for kind in options.only.split(","):
-        for ranks in sizes if kind == "mpi" else [None]:
-            total += run(kind, ranks, options)
+    for kind, ranks, marked in _chosen(options):
+        total += run(kind, ranks, marked, options)
     print(f"\n{line(total)}")
     return 1 if total["failed"] else 0
 

@@ -23,6 +23,7 @@ def tag(rank: int, ranks: int = 3) -> str:
     return f"[rank {rank} of {ranks} on {socket.gethostname()}]"
 
 
+@pytest.mark.short
 @pytest.mark.parametrize("rank", [0, 2])
 def test_an_exception_ends_the_job(rank: int) -> None:
     """Behaviour 30: the others wait in a collective; the traceback is readable and says whose it is."""
@@ -69,6 +70,7 @@ if world.rank == 1: os.kill(os.getpid(), signal.SIGKILL)
     assert not [name for name in names if Path(name).exists()]
 
 
+@pytest.mark.short
 @pytest.mark.parametrize(
     "rank, statement", [(1, "sys.exit(7)"), (0, "sys.exit()"), (2, "raise SystemExit('no such file')")]
 )
@@ -117,6 +119,7 @@ def test_an_interrupt_has_the_code_of_its_signal() -> None:
     assert run("if world.rank == 1: raise KeyboardInterrupt").code == 130
 
 
+@pytest.mark.short
 def test_a_killed_rank_ends_the_job() -> None:
     """Behaviour 31, without fault tolerance."""
     result = run("if world.rank == 1: os.kill(os.getpid(), signal.SIGKILL)")

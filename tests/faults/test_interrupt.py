@@ -69,6 +69,7 @@ def test_a_program_that_catches_it(tmp_path: Path) -> None:
     assert not lines(result)
 
 
+@pytest.mark.short
 def test_one_rank_is_interrupted(tmp_path: Path) -> None:
     """It is named, and the others end, too."""
     code = LOOP + "import os, signal\nif world.rank == 1: os.kill(os.getpid(), signal.SIGINT)\nworld.barrier()"

@@ -135,6 +135,7 @@ def test_an_interrupted_loop_goes_on(
         assert all(torch.equal(ends[0][name], tensor) for name, tensor in ends[1].items())
 
 
+@pytest.mark.short
 def test_the_loop_of_the_jobs_goes_on_and_ends(tmp_path: Path) -> None:
     """jobs/own_loop.py: by a file STOP while it trains, and started again until it is through."""
     (tmp_path / "data").symlink_to(ROOT / "data")

@@ -118,6 +118,7 @@ def test_a_signal_stops_all_ranks_after_the_same_step(workplace: Path, number: s
     check_equal_to_uninterrupted(workplace)
 
 
+@pytest.mark.short
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_a_file_stops_the_run_once(workplace: Path, ranks: int) -> None:
     """It is gone when the run has stopped; 0 ranks: without a launcher."""

@@ -172,6 +172,7 @@ def test_killed_before_the_first_checkpoint(workplace: Path) -> None:
     assert sorted(path for path in (workplace / "runs").rglob("*")) == before
 
 
+@pytest.mark.short
 def test_a_damaged_newest_checkpoint_is_passed_over_aloud(workplace: Path) -> None:
     """Behaviours 41, 42: the one before it continues to the same end."""
     words = ["--checkpoint.every_steps=4", "--train.epochs=2"]

@@ -14,6 +14,7 @@ INIT = "import mpidp; world = mpidp.init(); print(f'rank {world.rank} of {world.
 BY_USER = "import mpi4py; mpi4py.rc.thread_level = {level!r}; from mpi4py import MPI; assert MPI.Is_initialized()\n"
 
 
+@pytest.mark.short
 def test_without_a_launcher_it_is_a_world_of_one() -> None:
     """Behaviour 6: training gives the bits of plain torch."""
     result = run_job(

@@ -62,6 +62,7 @@ def test_a_rank_that_sleeps(tmp_path: Path, rank: int) -> None:
     assert "end of rank" not in result.output
 
 
+@pytest.mark.short
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_rank_that_is_stopped(tmp_path: Path, rank: int) -> None:
     """Behaviour 32: it cannot answer, so its neighbour asks the kernel; rank 0's place is taken by the last rank."""
@@ -130,6 +131,7 @@ def test_a_program_may_end_mpi_itself(tmp_path: Path) -> None:
     assert result.stdout.count("over") == 3
 
 
+@pytest.mark.short
 def test_a_deadlock(tmp_path: Path) -> None:
     """Behaviour 32: all wait, in calls that do not belong together; each is shown."""
     result = run(tmp_path, "if world.rank == 1: world.broadcast(1)")

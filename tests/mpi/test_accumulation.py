@@ -10,6 +10,8 @@ from torch.nn import functional as F  # noqa: N812  # the name every PyTorch pro
 
 import mpidp
 
+pytestmark = pytest.mark.sizes
+
 MICRO_BATCHES = 3
 BUCKETS = 4
 

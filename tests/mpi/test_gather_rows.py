@@ -10,6 +10,8 @@ from torch import Tensor, nn
 import mpidp
 from mpidp.errors import DataError
 
+pytestmark = pytest.mark.sizes
+
 ROWS = 37
 
 

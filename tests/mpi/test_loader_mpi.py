@@ -15,6 +15,8 @@ from mpidp.hdf5.loader import HDF5Loader, Mode
 from mpidp.hdf5.order.order import Shuffle
 from mpidp.world.world import World
 
+pytestmark = pytest.mark.sizes
+
 SHUFFLES: tuple[Shuffle, ...] = ("streams", "full", "none")
 ROWS = 203
 

@@ -10,6 +10,8 @@ from torch import Tensor
 import mpidp
 from mpidp.reduce.reducer import ReducerOptions
 
+pytestmark = pytest.mark.sizes
+
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64]
 SHAPES = [(), (1,), (7,), (3, 5), (2, 3, 5), (0,), (1025,)]
 

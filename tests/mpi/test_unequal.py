@@ -15,6 +15,8 @@ from mpidp.models.cnn import cnn
 from mpidp.models.gpt import gpt
 from mpidp.models.mlp import mlp
 
+pytestmark = pytest.mark.sizes
+
 ROWS = 10
 TOKENS = 6
 

@@ -87,10 +87,12 @@ def test_all_gradients_unused_on_some_ranks(world: mpidp.World, overlap: bool) -
     x = torch.ones(2, 5, dtype=torch.float64)
     closed = world.rank == world.size - 1
     model(x, closed).backward()
-    if world.size > 1:
-        expected = 2 * (world.size - 1) / world.size
-        assert model.module.scale.grad is not None
-        torch.testing.assert_close(model.module.scale.grad, torch.full((3,), expected, dtype=torch.float64))
+    assert model.module.lone.grad is not None and model.module.lone.grad == 0
+    if world.size == 1:
+        assert model.module.scale.grad is None
+    else:
+        expected = torch.full((3,), 2 * (world.size - 1) / world.size, dtype=torch.float64)
+        torch.testing.assert_close(model.module.scale.grad, expected)
 
 
 def test_a_gradient_asked_for_by_torch_autograd_is_not_reduced(world: mpidp.World) -> None:

@@ -83,6 +83,7 @@ def test_usage_errors(capsys: pytest.CaptureFixture[str], words: list[str]) -> N
     assert any(capsys.readouterr())
 
 
+@pytest.mark.job
 def test_help_starts_no_mpi() -> None:
     """Behaviour 40."""
     code = (

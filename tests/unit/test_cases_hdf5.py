@@ -42,6 +42,7 @@ def _next_in_child(batches: Any, results: Any) -> None:
         results.put(f"{type(error).__name__}: {error}")
 
 
+@pytest.mark.job
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("started", [False, True])
 def test_a_loader_used_by_a_forked_worker(tmp_path: Path, started: bool) -> None:
@@ -83,6 +84,7 @@ def test_unable_to_lock_file(tmp_path: Path, kind: str) -> None:
         assert all_rows(path).tolist() == list(range(5))
 
 
+@pytest.mark.job
 def test_locks_that_the_environment_asks_for(tmp_path: Path) -> None:
     """A variable of HDF5's overrules what programs ask for: the message names it."""
     path = write(tmp_path / "a.h5", x=np.arange(5))
@@ -97,6 +99,7 @@ def test_locks_that_the_environment_asks_for(tmp_path: Path) -> None:
     assert "HDF5_USE_FILE_LOCKING=FALSE" in ended.stderr.splitlines()[-1]
 
 
+@pytest.mark.job
 def test_required_filter_is_not_registered(tmp_path: Path) -> None:
     """Without the package that brings the filter, it is named at construction, with the package."""
     with h5py.File(tmp_path / "a.h5", "w") as file:

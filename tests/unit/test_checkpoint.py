@@ -30,6 +30,7 @@ def flip(path: Path, byte: int, bit: int = 0) -> None:
         file.write(bytes([value ^ 1 << bit]))
 
 
+@pytest.mark.job
 def test_round_trip_with_a_manifest_that_sha256sum_can_check(tmp_path: Path) -> None:
     path = save(tmp_path, 7, state_of(7), keep=3)
     assert path == tmp_path / "step_00000007"
@@ -263,6 +264,7 @@ def test_a_checkpoint_that_is_a_link_is_not_followed_when_it_is_removed(tmp_path
     check_state(tmp_path / "step_00000001", 1)
 
 
+@pytest.mark.job
 def test_what_another_job_is_writing_is_left_alone(tmp_path: Path) -> None:
     """Behaviour 54: removed once that job is gone; of one on another node, once nothing has been written for long."""
     other = subprocess.Popen(["sleep", "100"])

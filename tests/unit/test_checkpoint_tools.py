@@ -129,6 +129,7 @@ def test_export_passes_over_a_damaged_one_and_overwrites_nothing(
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.job
 def test_no_mpi_and_no_torch_where_none_is_needed(damaged: Path) -> None:
     """Behaviour 40."""
     code = (

@@ -95,6 +95,7 @@ def heavy_modules_after(code: str, *words: str) -> set[str]:
     return set(child.stdout.splitlines()[-1].split()[1:])
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     "words",
     [
@@ -118,6 +119,7 @@ def test_what_a_login_node_asks_imports_nothing_heavy(words: list[str], run_file
     assert loaded <= ({"numpy"} if words[:1] == ["report"] else set())
 
 
+@pytest.mark.job
 def test_importing_the_package_imports_nothing_heavy() -> None:
     """Behaviour 40."""
     assert heavy_modules_after("import mpidp; dir(mpidp); mpidp.errors.ConfigError") == set()
@@ -178,6 +180,7 @@ def test_every_command_has_help(command: Command, capsys: pytest.CaptureFixture[
     assert callable(getattr(importlib.import_module(module), name))
 
 
+@pytest.mark.job
 def test_python_dash_m_exits_with_the_code() -> None:
     child = subprocess.run([sys.executable, "-m", "mpidp", "trian"], capture_output=True, text=True)
     assert child.returncode == 2

@@ -45,6 +45,7 @@ def test_several_processes_without_init(made: object, size: str, monkeypatch: py
         resolve_world(None, "a loader")
 
 
+@pytest.mark.job
 def test_a_world_of_one_process() -> None:
     """What a loop asks of a world is what this process says; without MPI, which nothing asks for."""
     program = """
@@ -77,6 +78,7 @@ except Exception as error:
     assert ended.stdout.startswith("World.alone() is without MPI, and Dup was asked of it")
 
 
+@pytest.mark.job
 def test_a_loader_refuses_in_one_line_and_without_mpi(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["x"] = np.arange(8)

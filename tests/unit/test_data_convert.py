@@ -226,6 +226,7 @@ def output_of(code: str, *words: str) -> str:
     ).stdout
 
 
+@pytest.mark.job
 def test_memory_is_bounded(tmp_path: Path) -> None:
     """A process that converts 256 MiB at 4 MiB a task stays far below that."""
     with h5py.File(tmp_path / "in.h5", "w") as file:
@@ -368,6 +369,7 @@ def test_without_hdf5plugin_gzip_is_offered(monkeypatch: pytest.MonkeyPatch) -> 
         parse_filters("zstd:3", shuffle=True, fletcher32=False)
 
 
+@pytest.mark.job
 def test_it_loads_neither_torch_nor_mpi(tmp_path: Path) -> None:
     """Behaviour 40."""
     np.save(tmp_path / "x.npy", np.arange(5))

@@ -15,6 +15,8 @@ from data_files import leftovers, run
 
 import mpidp
 
+pytestmark = pytest.mark.job
+
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:

@@ -58,6 +58,7 @@ def write_everything(path: Path, versions: tuple[str, str]) -> None:
         file.create_virtual_dataset("virtual", layout)
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("version", FORMATS)
 def test_no_damage_ends_in_a_traceback(tmp_path: Path, version: str) -> None:
     """Behaviour 57: exit codes 0 and 1 only, no hang, and the file is named where the code is 1."""

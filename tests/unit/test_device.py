@@ -75,11 +75,13 @@ def test_a_bad_override_is_an_error_not_a_guess(value: str) -> None:
         decide({"MPIDP_CUDA_AWARE": value}, None, no_proof)
 
 
+@pytest.mark.job
 def test_the_child_passes_where_mpi_handles_the_memory() -> None:
     """Behaviour 47: a probe that could never pass would send every GPU's gradients through the host."""
     assert probe_in_child("cpu") is None
 
 
+@pytest.mark.job
 def test_a_child_that_fails_says_why() -> None:
     failure = probe_in_child("no such device")
     assert failure is not None and "exit code" in failure

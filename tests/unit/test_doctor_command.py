@@ -13,6 +13,8 @@ import pytest
 
 from mpidp.cli import main
 
+pytestmark = pytest.mark.job
+
 ROOT = Path(__file__).parents[2]
 FINDING = {"level": str, "code": str, "text": str, "fix": str, "where": str}
 

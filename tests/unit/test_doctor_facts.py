@@ -54,6 +54,7 @@ def make_driver(folder: Path, prefix: str, error: int) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("prefix", COUNTS)
 def test_a_driver_tells_of_its_gpus(tmp_path: Path, prefix: str) -> None:
     """Behaviour 38: by UUID and PCI address, in the order of torch's numbers."""
@@ -69,6 +70,7 @@ def test_a_driver_tells_of_its_gpus(tmp_path: Path, prefix: str) -> None:
     ]
 
 
+@pytest.mark.job
 def test_a_driver_that_does_not_start(tmp_path: Path) -> None:
     assert seen_by(make_driver(tmp_path, "cu", 100), "cu") == ([], "the driver gave error 100")
 
@@ -111,6 +113,7 @@ def test_how_gpus_are_linked(monkeypatch: pytest.MonkeyPatch, level: int | None,
     assert links(seen) == {}
 
 
+@pytest.mark.job
 def test_this_machine(tmp_path: Path) -> None:
     """Behaviour 46: without GPU, Slurm, launcher; MPI and HDF5 are asked in children."""
     with h5py.File(tmp_path / "a.h5", "w") as file:
@@ -195,6 +198,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     assert (found.error, found.num_bytes, found.lock_error) == ("", 3, "")
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     "body, line, error",
     [

@@ -161,6 +161,7 @@ for name in sys.argv[2:]:
 """
 
 
+@pytest.mark.job
 def test_without_imagecodecs(tmp_path: Path) -> None:
     """Every module imports; deflate and shuffle are undone by zlib and NumPy, the rest by HDF5, with the reason."""
     assert inflater() == "libdeflate"

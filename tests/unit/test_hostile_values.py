@@ -79,6 +79,7 @@ def _words_of(line: str) -> Iterator[str]:
     assert not quote and not escaped, line
 
 
+@pytest.mark.job
 @settings(max_examples=60, deadline=None)
 @given(option=st.sampled_from(["run.name", "partition", "account", "qos", "mpi", "sbatch", "loss.name"]), value=hostile)
 @example("run.name", "x\necho no comment any more #")
@@ -133,6 +134,7 @@ def test_other_texts_of_a_run_file_hold_no_control_characters(place: Path) -> No
     assert texts == {"text": "a\nb"}, "keyword arguments are the model's own business"
 
 
+@pytest.mark.job
 def test_a_count_in_the_environment_is_never_run(place: Path) -> None:
     """Bash runs commands in array subscripts of whatever it takes for arithmetic."""
     job, _ = read_job([str(place / "run.toml"), "--ranks-per-node=2", "--requeue"])
@@ -140,6 +142,7 @@ def test_a_count_in_the_environment_is_never_run(place: Path) -> None:
     assert "scontrol" not in arrived(script, place, SLURM_RESTART_COUNT="a[$(touch owned)]", SLURM_JOB_ID="7")
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("template", sorted(path.name for path in JOBS.glob("*.sbatch")))
 def test_words_and_environment_reach_the_templates_as_they_are(place: Path, template: str) -> None:
     first = {"chain.sbatch": ["3"], "container.sbatch": ["image $(touch owned).sif"], "stage.sbatch": ["run.toml"]}
@@ -170,6 +173,7 @@ def _quoted(word: str) -> str:
     return "'" + word.replace("'", "'\"'\"'") + "'"
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(("template", "variable"), [("array.sbatch", "SLURM_ARRAY_TASK_ID"), ("chain.sbatch", "")])
 def test_templates_count_with_numbers_only(place: Path, template: str, variable: str) -> None:
     script = "set -- 'a[$(touch owned)]' run.toml\n" + (JOBS / template).read_text()
@@ -180,6 +184,7 @@ def test_templates_count_with_numbers_only(place: Path, template: str, variable:
     assert not (place / "owned").exists()
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("there", ["nothing", "own", "open", "link"])
 def test_data_are_staged_to_a_folder_that_is_closed_to_others(tmp_path: Path, there: str) -> None:
     """A stub of srun runs what is to be done on each node, and looks at the folder in place of training."""

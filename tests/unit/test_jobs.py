@@ -20,6 +20,7 @@ def shellcheck() -> str:
     return found or pytest.skip("shellcheck is not installed; it is part of the extra lint")
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_bash_and_shellcheck(script: Path) -> None:
     subprocess.run(["bash", "-n", script], check=True)

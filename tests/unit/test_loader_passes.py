@@ -271,6 +271,7 @@ def test_the_next_epoch_is_read_ahead(paths: list[Path]) -> None:
     assert rows(again) == rows(loader)
 
 
+@pytest.mark.job
 def test_an_open_pass_does_not_hang_the_interpreter(paths: list[Path]) -> None:
     """Behaviour 36: a pass that is still referenced, its thread waiting for room, when the program ends."""
     program = (

@@ -127,11 +127,13 @@ def test_a_type_error_inside_the_function_is_a_bug_and_keeps_its_traceback(funct
         call("model 'own'", function, width=1)
 
 
+@pytest.mark.job
 def test_the_console_script_finds_the_current_folder(tmp_path: Path) -> None:
     (tmp_path / "own_net.py").write_text("def make(): pass")
     assert looked_up(tmp_path, "own_net:make").stdout == "make\n"
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(("options", "environment"), [(("-P",), {}), ((), {"PYTHONSAFEPATH": "1"})])
 def test_not_where_python_is_told_to_be_safe(
     tmp_path: Path, options: tuple[str, ...], environment: dict[str, str]
@@ -143,6 +145,7 @@ def test_not_where_python_is_told_to_be_safe(
     assert looked_up(tmp_path, "torch.nn:Linear", *options, **environment).stdout == "Linear\n"
 
 
+@pytest.mark.job
 def test_a_built_in_imports_nothing_from_the_current_folder(tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text("raise SystemExit('the wrong json')")
     (tmp_path / "mpidp").mkdir()

@@ -55,6 +55,7 @@ def claim(folder: Path, environment: dict[str, str] | None = None) -> None:
     assert os.listdir(folder) == []
 
 
+@pytest.mark.job
 def test_a_job_that_lives_is_named(tmp_path: Path, other: subprocess.Popen[bytes]) -> None:
     """Behaviour 54: in one line; also if it is the same Slurm job, and if its record is old."""
     path = owned_by(tmp_path, 10 * SILENT_S, RUNNING, **facts_of(other))
@@ -69,6 +70,7 @@ def test_a_job_that_lives_is_named(tmp_path: Path, other: subprocess.Popen[bytes
     claim(tmp_path)
 
 
+@pytest.mark.job
 def test_a_zombie_and_another_process_of_its_number_are_gone(tmp_path: Path, other: subprocess.Popen[bytes]) -> None:
     facts = facts_of(other)
     owned_by(tmp_path, **{**facts, "started": facts["started"] + 1})
@@ -102,6 +104,7 @@ def test_a_damaged_record_is_nobodys(tmp_path: Path, text: str) -> None:
     claim(tmp_path)
 
 
+@pytest.mark.job
 def test_a_copy_is_nobodys(tmp_path: Path, other: subprocess.Popen[bytes]) -> None:
     (tmp_path / "run").mkdir()
     owned_by(tmp_path / "run", **facts_of(other))
@@ -194,6 +197,7 @@ def test_another_rank_takes_over(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.job
 def test_a_run_leaves_no_owner_and_its_folder_is_refused_meanwhile(
     tmp_path: Path, other: subprocess.Popen[bytes]
 ) -> None:
@@ -210,6 +214,7 @@ def test_a_run_leaves_no_owner_and_its_folder_is_refused_meanwhile(
     assert not (folder / FILE).exists()
 
 
+@pytest.mark.job
 def test_processes_know_themselves(other: subprocess.Popen[bytes]) -> None:
     this = Process.this()
     assert Process.parse(str(this)) == this == Process.this() and this.is_running() is True

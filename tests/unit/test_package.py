@@ -66,6 +66,7 @@ def requirements(metadata: Message, extra: str = "") -> set[str]:
     return {item.name for item in found if item.marker and item.marker.evaluate({"extra": extra})}
 
 
+@pytest.mark.job
 def test_metadata_says_what_setup_cfg_means(metadata: Message) -> None:
     """Unknown keys of setup.cfg are ignored without a word, so only the result counts."""
     assert metadata["Name"] == "mpidp"
@@ -102,6 +103,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert names == wanted | {"mpidp/py.typed"}
 
 
+@pytest.mark.job
 def test_command_answers_in_an_environment_without_dependencies(wheel: Path, tmp_path: Path) -> None:
     """Behaviour 40: --version and --help need neither torch nor MPI, and the entry point fits `mpidp.cli`."""
     environment = tmp_path / "venv"

@@ -133,6 +133,7 @@ def test_optimizer_state_is_measured(
     assert state_ratio(over(optimizer, **arguments)) == ratio
 
 
+@pytest.mark.job
 def test_a_dry_run_needs_no_mpi(file: str, tmp_path: Path) -> None:
     """Behaviour 40: 64 ranks are planned by one process that never loads MPI."""
     words = ["train", f"--data.train={file}", "--model.name=net:make", "--data.global_batch=64"]

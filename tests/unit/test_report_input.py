@@ -277,6 +277,7 @@ def test_time_that_spans_cover(spans: list[tuple[int, int]]) -> None:
     assert _covered_us([{"ts": start, "dur": length} for start, length in spans]) == len(covered)
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("words", [["report", "--help"], ["report", "run", "--output=page.html"]])
 def test_a_login_node_needs_neither_torch_nor_mpi(run: Path, words: list[str]) -> None:
     """Behaviour 40."""
@@ -287,6 +288,7 @@ def test_a_login_node_needs_neither_torch_nor_mpi(run: Path, words: list[str]) -
     assert (run.parent / "page.html").exists() == ("run" in words)
 
 
+@pytest.mark.job
 def test_without_matplotlib_it_says_what_to_install(run: Path) -> None:
     code = FORBID.format(forbidden=("matplotlib",))
     words = [sys.executable, "-c", code, "report", "run"]

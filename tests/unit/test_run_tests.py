@@ -36,6 +36,7 @@ def test_the_line_is_plain() -> None:
     assert run_tests.line(Counter(passed=3)) == "3 passed, 0 failed, 0 skipped"
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     ("program", "timeout_s", "found"),
     [

@@ -80,6 +80,7 @@ def test_a_new_order_each_epoch_by_seed() -> None:
     assert epoch_of(make(seed=4)) != epochs[0]
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_workers_fetched_ahead_is_not_counted(workers: int) -> None:
     """Behaviour 25: at each step, with another number of ranks and another global batch."""
@@ -104,6 +105,7 @@ def test_what_workers_fetched_ahead_is_not_counted(workers: int) -> None:
     assert epoch_of(behind) == epoch_of(shares) and behind.epoch == 2
 
 
+@pytest.mark.job
 def test_workers_that_stay(caplog: pytest.LogCaptureFixture) -> None:
     """One DataLoader for all epochs, left in the middle of one."""
     shares, other = make(seed=1), make(seed=1)

@@ -45,6 +45,7 @@ print(loader.epoch, total, *(figure for mark in marks for figure in mark))
 """
 
 
+@pytest.mark.job
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("shuffle", ["streams", "full"])
 def test_memory_is_flat(tmp_path: Path, shuffle: str) -> None:

@@ -10,6 +10,8 @@ import pytest
 
 from mpidp.world.stacks import Address, look_at
 
+pytestmark = pytest.mark.job
+
 ASLEEP = """
 import sys, time
 from mpidp.world.stacks import prepare

@@ -275,6 +275,7 @@ def start(node: Path, source: str) -> tuple["subprocess.Popen[str]", Path]:
     return process, Path(process.stdout.readline().strip())
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("word, code", [("end", 0), ("raise", 1)])
 def test_the_end_of_the_process(node: Path, tmp_path: Path, word: str, code: int) -> None:
     """Copies are gone without a call of close, also after an exception that nobody caught."""
@@ -285,6 +286,7 @@ def test_the_end_of_the_process(node: Path, tmp_path: Path, word: str, code: int
     assert is_empty(node)
 
 
+@pytest.mark.job
 def test_a_fork_leaves_copies_alone(node: Path, tmp_path: Path) -> None:
     """A child that ends is not the end of its parent."""
     process, _ = start(node, make(tmp_path / "x.h5", 10))
@@ -296,6 +298,7 @@ def test_a_fork_leaves_copies_alone(node: Path, tmp_path: Path) -> None:
     assert process.returncode == 0 and is_empty(node)
 
 
+@pytest.mark.job
 def test_what_a_killed_job_leaves(node: Path, tmp_path: Path) -> None:
     """The next start removes it, and nothing that a living process uses."""
     source, other, third = (make(tmp_path / f"{name}.h5", 10) for name in "xyz")
@@ -314,6 +317,7 @@ def test_what_a_killed_job_leaves(node: Path, tmp_path: Path) -> None:
     assert is_empty(node)
 
 
+@pytest.mark.job
 def test_a_copy_of_a_killed_job_is_used_by_the_next(node: Path, tmp_path: Path) -> None:
     """Where a living process uses it too, nothing is copied again."""
     source = make(tmp_path / "x.h5", 10)
@@ -326,6 +330,7 @@ def test_a_copy_of_a_killed_job_is_used_by_the_next(node: Path, tmp_path: Path) 
     assert is_empty(node)
 
 
+@pytest.mark.job
 def test_many_processes_at_once(node: Path, tmp_path: Path) -> None:
     """Six processes that begin and end together: each sees the whole file, and in the end nothing is left."""
     source = make(tmp_path / "x.h5", 200_000)
@@ -342,6 +347,7 @@ def test_many_processes_at_once(node: Path, tmp_path: Path) -> None:
     assert is_empty(node)
 
 
+@pytest.mark.job
 def test_waiting_for_another_process(node: Path) -> None:
     """Who waits for the lock of a folder that is then removed makes a new one."""
     root = staged_root(node)

@@ -95,6 +95,7 @@ def test_a_damaged_record_is_named(tmp_path: Path, damage: str | None) -> None:
     assert "step:       -" in status(run)
 
 
+@pytest.mark.job
 def test_a_login_node_needs_neither_torch_nor_mpi(tmp_path: Path) -> None:
     """Behaviour 40."""
     make_run(tmp_path / "runs/run")

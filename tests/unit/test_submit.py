@@ -49,6 +49,7 @@ def test_the_script_is_the_recorded_one(name: str) -> None:
     assert render(JOBS[name]) == (RECORDED / f"submit_{name}.sbatch").read_text()
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("name", JOBS)
 def test_the_script_is_bash(name: str) -> None:
     """Behaviour 49."""
@@ -126,6 +127,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     "words",
     [

@@ -30,6 +30,7 @@ def group(folder: Path, version: int, limit: str, usage: int, cached: int) -> No
     (folder / "memory.stat").write_text(f"anon 1\n{prefix}inactive_file {cached}\n")
 
 
+@pytest.mark.job
 def test_this_machine() -> None:
     """Some memory is left, and less than a petabyte."""
     found = available_memory()
