@@ -185,7 +185,7 @@ class _Agreed:
 
     @staticmethod
     def of(state: TrainState) -> "_Agreed":
-        buffers = {name: buffer.clone() for name, buffer in state.model.named_buffers()}
+        buffers = {name: buffer.clone() for name, buffer in state.model.named_buffers(remove_duplicate=False)}
         place = {"epoch": state.loader.epoch, "position": state.loader.position}
         return _Agreed(buffers, state.model.num_samples_apart, place, state.step)
 
@@ -232,5 +232,5 @@ class _Held:
         if not isinstance(state.optimizer, ShardedOptimizer):
             return self
         state.optimizer.collect_parts(self.parts)
-        model = self.saved["model"] | dict(state.model.module.named_parameters())
+        model = self.saved["model"] | dict(state.model.module.named_parameters(remove_duplicate=False))
         return replace(self, saved=self.saved | {"model": model}, parts=[*state.optimizer.held_parts(), *self.parts])
