@@ -156,7 +156,7 @@ COMMANDS = (
     Command(
         "doctor",
         "[FILE] [--probe] [--json]",
-        "what is wrong here and how to mend it; alone or under mpiexec or srun",
+        "what is wrong here and how to fix it; alone or under mpiexec or srun",
         "mpidp.tools.doctor.doctor:doctor",
         "mpidp.tools.doctor.options:DoctorOptions",
         "all",

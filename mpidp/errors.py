@@ -5,7 +5,7 @@ SHARED_MARK = "mpidp_on_all_ranks"
 
 
 class MpidpError(ValueError):
-    """Something the user can mend; its text says what is wrong, where, what was found and what to do."""
+    """An error that the user can act on; its text says what is wrong, where, what was found and what to do."""
 
 
 def marked(error: Exception, note: str = "") -> Exception:

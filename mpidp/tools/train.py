@@ -50,7 +50,7 @@ def train(words: Sequence[str]) -> int | str:
     facts = launch_facts(os.environ)
     answers_without_mpi = any(word.replace("_", "-") in (*HELP, "--dry-run", "--print-config") for word in words)
     if (facts.size or 1) > 1 and not answers_without_mpi:
-        return _train_together(words)
+        return _train_on_ranks(words)
     options = read_options(words)
     if options.print_config or options.dry_run:
         signals.unwatch()  # there is nothing to save
@@ -63,7 +63,7 @@ def train(words: Sequence[str]) -> int | str:
     return STOPPED_EARLY if run(options.config, options.resume) else DONE
 
 
-def _train_together(words: Sequence[str]) -> int:
+def _train_on_ranks(words: Sequence[str]) -> int:
     """Train as one of many ranks: a run file that a single rank cannot read must not leave the others waiting."""
     signals.watch()
     from mpidp.train.trainer import train as run

@@ -1,8 +1,9 @@
 """Elastic training: after ranks die, it starts anew on those that are left, from the state in their memory.
 
-A step is taken by all survivors or by none: after the gradients are reduced and before the optimizer changes anything,
-all ranks agree that nobody has died so far. Whoever meets a death before that has changed nothing, and takes the step
-once more with the others; whoever meets it after has taken the step, as all have. So nothing is ever taken back.
+A step is taken by all ranks that are left or by none: after the gradients are reduced and before the optimizer changes
+anything, all ranks agree that none has died so far. A rank that learns of a death before that has changed nothing, and
+takes the step once more with the others; one that learns of it afterwards has taken the step, as all have. So no step
+is ever undone.
 
 Everything that was made for a number of ranks (loader, wrapper, optimizer) is dropped then and constructed once more,
 as at a start that resumes from a checkpoint; only that the checkpoint lies in memory.
@@ -25,7 +26,7 @@ from mpidp.train.sharded.optimizer import ShardedOptimizer
 from mpidp.train.sharded.state import Part
 from mpidp.train.state import TrainState
 from mpidp.world.communicators import be_elastic, is_survived, why_not
-from mpidp.world.elastic import ElasticWorld, Loss, Person
+from mpidp.world.elastic import ElasticWorld, LostRanks, Member
 from mpidp.world.mpi import ENDS_MPI, MPI
 from mpidp.world.world import World
 
@@ -34,7 +35,7 @@ log = logging.getLogger("mpidp.rank")
 
 
 class Elastic:
-    """Training goes on when ranks die. To be made right after `mpidp.init()`; collective.
+    """Lets training go on when ranks die. To be made right after `mpidp.init()`; collective.
 
     In a loop of your own, all that depends on the ranks is made in a function that is called once more, with a World of
     those that are left, when some died:
@@ -46,7 +47,7 @@ class Elastic:
             model = mpidp.DataParallel(Net().to(world.device), world)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             state = mpidp.TrainState(model, optimizer, loader)
-            elastic.restore(state)      # after a loss: what the survivors have in memory
+            elastic.restore(state)      # after a loss: what the ranks that are left have in memory
             while loader.epoch < 5:
                 for batch in loader:
                     loss = batch.weigh(F.cross_entropy(model(batch.x), batch.y))
@@ -63,8 +64,8 @@ class Elastic:
 
     Attributes:
         world: the ranks that are left.
-        is_on: whether it does anything; if not, the death of a rank ends the job.
-        loss: the last one, of all ranks that died between two steps; None before the first.
+        is_on: whether this MPI can go on without a rank; if not, the death of a rank ends the job.
+        lost_ranks: those that died last, all between the same two steps; None as long as none has died.
 
     Args:
         world: the ranks.
@@ -74,7 +75,7 @@ class Elastic:
     def __init__(self, world: World, min_ranks: int = 1):
         self.world = world
         self.min_ranks = min_ranks
-        self.loss: Loss | None = None
+        self.lost_ranks: LostRanks | None = None
         reason = why_not(os.environ, MPI.Get_library_version(), ENDS_MPI)
         self.is_on = world.size > 1 and world.all(not reason)
         if self.is_on:
@@ -88,7 +89,7 @@ class Elastic:
         self._state: TrainState | None = None
         self._agreed: _Agreed | None = None
         self._held: _Held | None = None
-        self._lost: list[Person] = []  # since the last step that all agreed to take
+        self._lost: list[Member] = []  # since the last step that all agreed to take
         self._lost_at = 0.0
 
     @property
@@ -133,7 +134,7 @@ class Elastic:
             self._held = self._held.restored_to(state)
             self._tell()
         self._agreed = _Agreed.of(state) if self.is_on else None
-        return self.loss is not None
+        return self.lost_ranks is not None
 
     def agree(self) -> None:
         """Returns when all ranks came here alive: the step may be taken. Collective.
@@ -169,9 +170,9 @@ class Elastic:
     def _tell(self) -> None:
         """All ranks have the state again. Collective."""
         self.world.comm.Barrier()
-        self.loss = Loss(tuple(self._lost), self.world.size, time.perf_counter() - self._lost_at)
-        log.info("%s; this is rank %d now", self.loss, self.world.rank)
-        self.world.log_once(str(self.loss))
+        self.lost_ranks = LostRanks(tuple(self._lost), self.world.size, time.perf_counter() - self._lost_at)
+        log.info("%s; this is rank %d now", self.lost_ranks, self.world.rank)
+        self.world.log_once(str(self.lost_ranks))
 
 
 @dataclass(frozen=True)
@@ -225,9 +226,9 @@ class _Held:
         """
         world = state.world
         steps: list[int] = world.comm.allgather(self.saved["step"])
-        assert len(set(steps)) == 1, f"the survivors of a loss stand at steps {steps}"
+        assert len(set(steps)) == 1, f"after a loss ranks are at different steps, {steps}"
         # The state of a sharded optimizer comes after this: each of the others may have a part.
-        state.load_state_dict(self.saved, of_rank=lambda rank: {"optimizer": []}, source="the survivors' state")
+        state.load_state_dict(self.saved, of_rank=lambda rank: {"optimizer": []}, source="the state in memory")
         combine_statistics(state.model.module, world, self.num_samples_apart)
         if not isinstance(state.optimizer, ShardedOptimizer):
             return self

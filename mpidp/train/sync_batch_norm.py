@@ -243,7 +243,7 @@ def _find(module: nn.Module) -> dict[str, _BatchNorm]:
 
 
 class Lockstep:
-    """Has the ranks meet before each forward pass and each reduction of gradients.
+    """The comparison of all ranks' next call before each forward pass and each reduction of gradients.
 
     Args:
         module: the model; its layers are looked for once.
@@ -261,7 +261,7 @@ class Lockstep:
             MismatchError: on all ranks, another rank does not run the model now.
         """
         if (group := self._group()) is not None:
-            group.meet(FORWARD)
+            group.check_next(FORWARD)
             self._is_in_pass = torch.is_grad_enabled()
 
     def before_reduction(self) -> None:
@@ -271,7 +271,7 @@ class Lockstep:
             MismatchError: on all ranks, another rank runs the model once more.
         """
         if (group := self._group()) is not None:
-            group.meet(REDUCTION)
+            group.check_next(REDUCTION)
 
     def fail(self, error: Exception) -> None:
         """This rank cannot run the model now. Collective, and raises on all ranks; without layers it does nothing.
@@ -282,7 +282,7 @@ class Lockstep:
             return
         if self._is_in_pass:
             raise error
-        group.meet(FAILED, error)
+        group.check_next(FAILED, error)
 
     def after_backward(self) -> None:
         """A backward pass is over, or has failed. Not collective."""

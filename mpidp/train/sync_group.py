@@ -1,8 +1,8 @@
 """Sums over ranks for the layers of `SyncBatchNorm`, with an error instead of a deadlock.
 
-Layers wait for each other in forward and in backward. So a rank that goes another way than the others would never
-be met: every message says which layer sends it, and the wrapper has the ranks meet before each forward pass and
-each reduction of gradients.
+The layers of all ranks wait for each other in forward and in backward, so a rank that runs other layers than the others
+would block them. Therefore every message says which layer sends it, and before each forward pass and each reduction of
+gradients the wrapper compares what the ranks are about to do.
 
 A mean of squares less the square of the mean loses all digits where the mean is large. So each rank takes deviations
 from its own mean, and moves them to the common one: T. F. Chan, G. H. Golub, R. J. LeVeque, "Updating formulae and a
@@ -132,7 +132,7 @@ class SyncGroup:
             )
         return message[:-2]
 
-    def meet(self, what: int, error: Exception | None = None) -> None:
+    def check_next(self, what: int, error: Exception | None = None) -> None:
         """Returns when all ranks are about to do the same, FORWARD or REDUCTION. Collective.
 
         Args:
@@ -157,12 +157,12 @@ class SyncGroup:
             )
 
     def _raise_for_all(self, mine: str, advice: str) -> None:
-        """Says what each rank is at; collective, and all ranks know that they differ."""
+        """Raises an error that says at which call each rank is. Collective, where all ranks know that they differ."""
         assert self._comm is not None
         everyones: list[str] = self._comm.allgather(mine)
         ranks = {what: [rank for rank, one in enumerate(everyones) if one == what] for what in dict.fromkeys(everyones)}
         told = "; ".join(f"{_ranks(numbers)} came to {what}" for what, numbers in ranks.items())
-        error = MismatchError(f"after step {status.step:,} ranks went different ways: {told}. {advice}")
+        error = MismatchError(f"after step {status.step:,} the ranks are not at the same call: {told}. {advice}")
         setattr(error, SHARED_MARK, True)
         raise error
 

@@ -212,10 +212,10 @@ class Trainer:
 
     def _train_epochs(self) -> None:
         """To the last epoch, or until the run is asked to stop; the last checkpoint is complete then."""
-        if self.elastic is None or self.elastic.loss is None:
+        if self.elastic is None or self.elastic.lost_ranks is None:
             self.recorder.progress.line(self._introduction())
         else:
-            self.recorder.record_lost_ranks(self.step, self.loader.epoch, self.elastic.loss)
+            self.recorder.record_lost_ranks(self.step, self.loader.epoch, self.elastic.lost_ranks)
         if not self.start.is_saved:
             self._save(self.loader.epoch)
         for epoch in range(self.loader.epoch, self.config.train.epochs):

@@ -1,6 +1,6 @@
 """Loss of ranks: an agreement of all ranks in each step, and a new `World` of those that are left.
 
-All survivors come to `shrink`, each out of another call: whoever comes first revokes every communicator, so that the
+All ranks that are left call `shrink`, each out of another call: the first one revokes every communicator, so that the
 others' calls fail, too. What they agree on afterwards holds for all of them, also when more ranks die meanwhile.
 """
 
@@ -23,7 +23,7 @@ log = logging.getLogger("mpidp.rank")
 
 
 @dataclass(frozen=True)
-class Person:
+class Member:
     """A rank as it was numbered when the job began, and the name of its node."""
 
     rank: int
@@ -34,30 +34,30 @@ class Person:
 
 
 @dataclass(frozen=True)
-class Loss:
-    """What happened.
+class LostRanks:
+    """The ranks that died between two steps.
 
     Attributes:
-        people: who died.
+        members: those that died.
         num_left: how many ranks go on.
-        seconds: from the moment this rank noticed to that when all were ready to go on.
+        seconds: from the moment at which this rank noticed until all were ready to go on.
     """
 
-    people: tuple[Person, ...]
+    members: tuple[Member, ...]
     num_left: int
     seconds: float
 
     def __str__(self) -> str:
-        return f"lost {listed(self.people)}; {self.num_left} ranks go on, after {self.seconds:.3f} s"
+        return f"lost {listed(self.members)}; {self.num_left} ranks go on, after {self.seconds:.3f} s"
 
 
 class ElasticWorld:
-    """Knows who is there. Construction is collective.
+    """The ranks that are alive, and how they agree on that. Construction is collective.
 
     Attributes:
         world: the ranks that are left, in a World of their own after each loss; what was made with a former one is
             useless then.
-        people: of each present rank, who it is.
+        members: the ranks of `world`, in order, as they were numbered at the start.
 
     Args:
         world: the ranks at the start.
@@ -65,7 +65,7 @@ class ElasticWorld:
 
     def __init__(self, world: World):
         self.world = world
-        self.people: list[Person] = world.comm.allgather(Person(world.rank, world.host))
+        self.members: list[Member] = world.comm.allgather(Member(world.rank, world.host))
         self._comm = world.comm  # of those that are known to live, while `world` may still be one of more ranks
         self._has_disagreed = False  # on this communicator: all that live are, or will be, in `shrink`
         communicators.opened(world.comm)
@@ -80,21 +80,21 @@ class ElasticWorld:
             if not self._vote(True):
                 raise MPI.Exception(MPI.ERR_PROC_FAILED)
 
-    def shrink(self) -> list[Person]:
-        """Leaves the dead behind; returns them. Collective over those that live, from anywhere.
+    def shrink(self) -> list[Member]:
+        """Makes a new World without the ranks that died; returns these. Collective over those that live, from anywhere.
 
         Afterwards `world` is a new one, which is also what `mpidp.init()` returns.
         """
-        before = self.people
+        before = self.members
         with self._end_job_if_late():
             while True:
                 communicators.revoke_all()
                 communicators.forget_all()
-                # Others may wait in `agree`, which revoking does not end: they are answered, once.
+                # Others may wait in `agree`, which revoking does not end: this vote ends it.
                 if not self._has_disagreed:
                     self._vote(False)
                 comm = _shrunk(self._comm)
-                self.people = [self.people[rank] for rank in _former_ranks(comm, self._comm)]
+                self.members = [self.members[rank] for rank in _former_ranks(comm, self._comm)]
                 self._comm, self._has_disagreed = comm, False
                 try:
                     self.world = _make_world(self.world, comm)
@@ -104,7 +104,7 @@ class ElasticWorld:
                     log.info("one more rank was lost while the communicators were made anew")
                     continue
                 set_current_world(self.world)
-                return [person for person in before if person not in self.people]
+                return [member for member in before if member not in self.members]
 
     def _vote(self, flag: bool) -> bool:
         """Whether all vote for it and nobody has died; the same answer on all. Collective, until one answer is no."""

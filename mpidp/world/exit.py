@@ -174,7 +174,7 @@ def wait_until_read(stream: TextIO) -> None:
         time.sleep(POLL_S)
 
 
-class Departure:
+class ExitBarrier:
     """Called once, at exit or when the program ends MPI, whichever comes first. Construction is not collective.
 
     Args:

@@ -46,7 +46,7 @@ class StderrHandler(logging.Handler):
             job_log.removeHandler(self)
 
 
-def hear(guard: "AbortGuard") -> None:
+def log_to_stderr(guard: "AbortGuard") -> None:
     """Has the logger `mpidp` write to standard error, unless it or the root logger has handlers. Not collective."""
     if job_log.hasHandlers():
         return

@@ -15,7 +15,7 @@ MOST_NAMED = 8  # ranks that are described one by one; a thousand stacks help no
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """What a rank says of itself.
 
     Attributes:
@@ -46,7 +46,7 @@ class Beat:
 class Seen:
     """A rank as the watching one sees it: its last beat, so many seconds old, and whether that is too old."""
 
-    beat: Beat
+    beat: Heartbeat
     age_s: float
     is_silent: bool
 

@@ -13,7 +13,7 @@ from mpidp.world.device import Awareness, decide, device_uuid, probe_in_child, s
 from mpidp.world.exit import AbortGuard
 from mpidp.world.launch import cannot_share, cannot_start, launch_facts, size_mismatch
 from mpidp.world.library import library_hint, mapped, missing_gtl, read_maps, thread_level, two_libraries
-from mpidp.world.log import hear
+from mpidp.world.log import log_to_stderr
 from mpidp.world.mpi import MPI
 from mpidp.world.shared_memory import forget_names
 from mpidp.world.topology import cores_per_rank, make_topology, warn_of_cores
@@ -108,7 +108,7 @@ def _make_world(ranks: MPI.Intracomm, share_gpu: bool) -> World:
     topology = make_topology(comm)
     host = socket.gethostname()
     guard = AbortGuard(comm.rank, comm.size, host)
-    hear(guard)
+    log_to_stderr(guard)
     watchdog: Watchdog | None = None
     if comm.size > 1:
         guard.install()

@@ -13,12 +13,12 @@ from typing import Any
 from mpidp.world import stacks
 from mpidp.world.collectives import reduced
 from mpidp.world.communicators import is_survived
-from mpidp.world.exit import AbortGuard, Departure
+from mpidp.world.exit import AbortGuard, ExitBarrier
 from mpidp.world.mailbox import Mailbox, Message
 from mpidp.world.mpi import MPI
 from mpidp.world.signals import EndAtSignal
 from mpidp.world.stacks import Address, Look, look_at, prepare
-from mpidp.world.stall import ANSWER_S, ASK, LOOK, Beat, Seen, StallWatch, deserted, report_left
+from mpidp.world.stall import ANSWER_S, ASK, LOOK, Heartbeat, Seen, StallWatch, deserted, report_left
 from mpidp.world.status import Wait, status
 
 log = logging.getLogger("mpidp.rank")
@@ -52,9 +52,9 @@ class Watchdog:
         self._clock, self._last_look = 0.0, time.monotonic()
         self._first_seen: tuple[Wait | None, float] = (None, 0.0)
         self._watched_at = float("-inf")
-        self._beats = {rank: (Beat(rank, host), 0.0) for rank, (_, host, _) in enumerate(self._ranks)}
+        self._beats = {rank: (Heartbeat(rank, host), 0.0) for rank, (_, host, _) in enumerate(self._ranks)}
         self._left_at: dict[int, float] = {}
-        self._told, self._told_at = Beat(self.rank, host), float("-inf")
+        self._told, self._told_at = Heartbeat(self.rank, host), float("-inf")
         nodes = [number for number, _, _ in self._ranks]
         self._stalls = StallWatch(nodes, self._send, self._say, self._end_job)
         self._has_warned = False
@@ -144,8 +144,8 @@ class Watchdog:
             self._stalls.rest(self._clock)  # what this rank hears of waits now may be over by the next look
 
     def _take(self, message: Message) -> None:
-        if message.kind == "beat":
-            beat: Beat = message.content
+        if message.kind == "heartbeat":
+            beat: Heartbeat = message.content
             self._beats[beat.rank] = beat, self._clock
             if beat.has_left:
                 self._left_at.setdefault(beat.rank, self._clock)
@@ -177,14 +177,14 @@ class Watchdog:
         is_news = is_news or (beat.is_long and beat.phase != told.phase)
         if is_news or self._clock - self._told_at > QUIET_TICKS * self.tick_s:
             for observer in {0, self.size - 1}:
-                self._send(observer, "beat", beat)
+                self._send(observer, "heartbeat", beat)
             self._told, self._told_at = beat, self._clock  # now: `announce` waits for it
 
-    def _beat(self) -> Beat:
+    def _beat(self) -> Heartbeat:
         wait = status.longest_wait()
         if wait is not self._first_seen[0]:
             self._first_seen = wait, self._clock
-        beat = Beat(
+        beat = Heartbeat(
             self.rank,
             self.host,
             status.step,
@@ -254,7 +254,7 @@ class Watchdog:
             self.guard.abort(1)
 
 
-_departures: list[Departure] = []
+_exit_barriers: list[ExitBarrier] = []
 
 
 def watch_rank(comm: MPI.Intracomm, host: str, node: int, guard: AbortGuard) -> Watchdog:
@@ -270,7 +270,7 @@ def watch_rank(comm: MPI.Intracomm, host: str, node: int, guard: AbortGuard) -> 
     EndAtSignal(guard)
     watchdog = Watchdog(comm, host, node, guard, may_talk)
     guard.before_abort, status.announce = watchdog.silence, watchdog.announce
-    _departures.append(Departure(watchdog))
+    _exit_barriers.append(ExitBarrier(watchdog))
     return watchdog
 
 
@@ -292,6 +292,6 @@ def watch_again(
     watchdog = Watchdog(comm, host, node, guard, may_talk=before.mailbox is not None)
     watchdog.configure(before.warning_s, before.abort_s)
     guard.before_abort, status.announce = watchdog.silence, watchdog.announce
-    for departure in _departures:
-        departure.watchdog = watchdog
+    for exit_barrier in _exit_barriers:
+        exit_barrier.watchdog = watchdog
     return watchdog

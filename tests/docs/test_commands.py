@@ -74,7 +74,7 @@ def check(command: Command, how: Run, cwd: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_is_in_the_table(page: str) -> None:
-    assert {command.text for command in of_page(page)} == set(TABLE.get(page, {})), "mend tests/docs/command_table.py"
+    assert {command.text for command in of_page(page)} == set(TABLE.get(page, {})), "fix tests/docs/command_table.py"
 
 
 @pytest.mark.timeout(TIMEOUT_S)

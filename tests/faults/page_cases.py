@@ -57,7 +57,7 @@ CASES: dict[str, tuple[dict[str, str], int | None]] = {
     "nan": ({"options": "check_finite=True", "step": NAN}, 1),
     "passes": ({"step": "model(x).square().mean().backward()"}, 1),
     "rates": ({"step": "optimizer.param_groups[0]['lr'] = 0.05"}, 1),
-    "astray": ({"step": FLIP}, 1),
+    "diverged": ({"step": FLIP}, 1),
 }
 DEFAULTS = {"data": "pass", "step": "pass", "options": "", "warning": "1.0", "abort": "4.0"}
 

@@ -1,4 +1,4 @@
-"""One rank of `mpidp train` that fails, hangs or goes astray: what the user sees, and with which exit code."""
+"""One rank of `mpidp train` that fails, hangs or diverges: what the user sees, and with which exit code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def transform(fields):
     return fields
 
 
-class Astray(torch.optim.SGD):
+class FlipsBit(torch.optim.SGD):
     """Flips a bit of a weight on rank 1 in its step AT."""
 
     steps = 0
@@ -116,7 +116,7 @@ def test_an_uncaught_error_says_step_and_phase(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_flipped_bit_stops_training(tmp_path: Path, ranks: int) -> None:
     """Behaviour 35."""
-    words = ("--optimizer.name=own:Astray", "--watch.compare_steps=4")
+    words = ("--optimizer.name=own:FlipsBit", "--watch.compare_steps=4")
     result = train(tmp_path, *words, ranks=ranks, AT="5")
     assert result.code == 1
     who = "ranks 0 ({0}), 1 ({0}) hold" if ranks == 2 else "rank 1 ({0}) holds"

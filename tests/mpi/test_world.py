@@ -119,7 +119,7 @@ ERRORS: dict[str, Exception] = {
 
 @pytest.mark.parametrize("name", ERRORS)
 @pytest.mark.parametrize("who", ["first", "last", "all"])
-def test_together_raises_the_same_everywhere(world: mpidp.World, name: str, who: str) -> None:
+def test_raise_on_all_ranks_raises_the_same_everywhere(world: mpidp.World, name: str, who: str) -> None:
     """Behaviour 29: type and text, and a note that says which rank it was."""
     failing = {"first": [0], "last": [world.size - 1], "all": list(range(world.size))}[who]
     with pytest.raises(type(ERRORS[name])) as caught, world.raise_on_all_ranks("opening the data"):
@@ -132,7 +132,7 @@ def test_together_raises_the_same_everywhere(world: mpidp.World, name: str, who:
     assert world.all(True)  # collectives still match
 
 
-def test_together_the_lowest_failing_rank_is_heard(world: mpidp.World) -> None:
+def test_raise_on_all_ranks_reports_the_lowest_failing_rank(world: mpidp.World) -> None:
     with pytest.raises(ValueError, match="from rank") as caught, world.raise_on_all_ranks("a test"):
         if world.rank >= 1 or world.size == 1:
             raise ValueError(f"from rank {world.rank}")
@@ -154,7 +154,7 @@ def test_errors_that_cannot_travel_keep_type_name_and_text(world: mpidp.World, m
         assert any("rank 0" in note for note in caught.value.__notes__)
 
 
-def test_together_without_an_error(world: mpidp.World) -> None:
+def test_raise_on_all_ranks_without_an_error(world: mpidp.World) -> None:
     done = []
     with world.raise_on_all_ranks("a test"):
         done.append(world.rank)

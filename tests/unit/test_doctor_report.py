@@ -98,14 +98,14 @@ def test_what_many_ranks_found_is_said_once() -> None:
     assert merge([[slow], [ok("a", "")]], places[:2])[0].where == "rank 0 on x"
 
 
-REPORT = Report([ok("a", "fine"), Finding(Level.FAIL, "b", "broken | <x>", "mend it", "rank 1 on y")], [rank_facts()])
+REPORT = Report([ok("a", "fine"), Finding(Level.FAIL, "b", "broken | <x>", "fix it", "rank 1 on y")], [rank_facts()])
 
 
 def test_text() -> None:
     assert to_text(REPORT).splitlines() == [
         "OK    a                    fine",
         "FAIL  b                    broken | <x> [rank 1 on y]",
-        "                           fix: mend it",
+        "                           fix: fix it",
         "1 FAIL, 0 WARN, 1 OK",
     ]
 
@@ -114,7 +114,7 @@ def test_markdown_is_a_table_whatever_is_in_the_text() -> None:
     lines = to_markdown(REPORT).splitlines()
     rows = [line for line in lines if line.startswith("|")]
     assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {5}
-    assert "| FAIL | `b` | broken \\| &lt;x> (rank 1 on y) | mend it |" in rows
+    assert "| FAIL | `b` | broken \\| &lt;x> (rank 1 on y) | fix it |" in rows
     folded = "\n".join(lines)
     assert json.loads(folded.split("```json\n")[1].split("\n```")[0])["ranks"][0]["system"]["host"] == "node1"
 

@@ -11,7 +11,7 @@ from mpidp.world.stall import (
     ANSWER_S,
     ASK,
     LOOK,
-    Beat,
+    Heartbeat,
     Seen,
     StallWatch,
     deserted,
@@ -31,7 +31,7 @@ def seen(
     rank: int, wait_s: float = 0.0, *, age_s: float = 1.0, silent: bool = False, left: bool = False, ranks: int = 4
 ) -> Seen:
     wait = "allreduce" if wait_s else ""
-    beat = Beat(
+    beat = Heartbeat(
         rank, f"node{rank // 2}", 7, "reduce" if wait else "data", 2.0, False, left, wait, ranks, wait_s, "a.py:3"
     )
     return Seen(beat, age_s, silent)
@@ -159,14 +159,14 @@ class Watching:
     ) -> None:
         numbers = [rank.beat.rank for rank in missing]
         waiting = [rank for rank in range(4) if rank not in numbers]
-        seen = [Seen(Beat(rank, "node", wait="Allreduce", wait_s=wait_s), 0.5, False) for rank in waiting]
+        seen = [Seen(Heartbeat(rank, "node", wait="Allreduce", wait_s=wait_s), 0.5, False) for rank in waiting]
         self.clock += after_s
         ranks = sorted([*seen, *missing], key=lambda rank: rank.beat.rank)
         self.watch.look(ranks, self.clock, *limits)
 
 
 def late(rank: int, *, silent: bool = False, long: bool = False) -> Seen:
-    return Seen(Beat(rank, "node", phase="data", is_long=long), 20.0 if silent else 0.5, silent)
+    return Seen(Heartbeat(rank, "node", phase="data", is_long=long), 20.0 if silent else 0.5, silent)
 
 
 def test_a_missing_rank_is_asked_and_its_answer_reported() -> None:
@@ -268,7 +268,7 @@ def test_only_a_process_that_is_still_stopped_ends_the_job(last: Look | None) ->
 
 def test_a_node_of_which_nothing_is_heard_is_as_good_as_stopped() -> None:
     watching = Watching()
-    frozen = [Seen(Beat(rank, "node", phase="data", is_long=True), ABORT_S + 1, is_silent=True) for rank in (2, 3)]
+    frozen = [Seen(Heartbeat(rank, "node", phase="data", is_long=True), ABORT_S + 1, is_silent=True) for rank in (2, 3)]
     for _ in range(4):
         watching.look(2 * ABORT_S, frozen, after_s=ABORT_S + 1)
     assert len(watching.ended) == 1 and "and no rank of its node does" in watching.ended[0]

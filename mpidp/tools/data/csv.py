@@ -179,7 +179,7 @@ class _Table:
             elif cell.strip() or not self.options.empty_as_nan:
                 found = f'"{cell}" is not a number' if cell.strip() else "the cell is empty"
                 advice = "leave the column out by --columns, make it the --label"
-                raise self._error(lines[place], position, f"{found}; mend it, {advice}, or give --empty-as-nan")
+                raise self._error(lines[place], position, f"{found}; correct it, {advice}, or give --empty-as-nan")
         return values
 
     def _error(self, line: int, position: int, text: str) -> DataError:

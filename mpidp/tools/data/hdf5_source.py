@@ -256,8 +256,8 @@ class HDF5Source(Source):
         if gaps := facts.unwritten or virtual_gaps(dataset):
             verb = "were" if gaps.endswith("chunks") and not gaps.startswith("1 ") else "was"
             raise DataError(
-                f"{where}: {gaps} {verb} never written or is missing, and would be converted as fill values; mend the "
-                "file, or name other datasets by --fields"
+                f"{where}: {gaps} {verb} never written or is missing, and would be converted as fill values; "
+                "repair the file, or name other datasets by --fields"
             )
 
     def _field(self, name: str, type_name: str) -> SourceField:

@@ -126,7 +126,7 @@ class ImageSource(Source):
                 converted = image if image.mode == self._mode else image.convert(self._mode)
                 sized = converted if converted.size == self._size else converted.resize(self._size, _pillow().BILINEAR)
             except (OSError, ValueError, SyntaxError, EOFError) as error:
-                raise DataError(f"{path}: cannot be decoded: {error}; mend or remove it") from error
+                raise DataError(f"{path}: cannot be decoded: {error}; repair or remove it") from error
             pixels = np.asarray(sized)
         return pixels[None] if pixels.ndim == 2 else np.moveaxis(pixels, -1, 0)
 
@@ -135,7 +135,7 @@ class ImageSource(Source):
         try:
             image = _pillow().open(path, formats=FORMATS)
         except (OSError, ValueError, SyntaxError) as error:
-            raise DataError(f"{path}: cannot be read as an image: {error}; mend or remove it") from error
+            raise DataError(f"{path}: cannot be read as an image: {error}; repair or remove it") from error
         except _pillow().DecompressionBombError as error:
             raise DataError(
                 f"{path}: {error}; cut it into smaller images, or remove it if it is not meant to be so large"

@@ -37,7 +37,7 @@ def doctor(options: DoctorOptions) -> int:
     facts, stops = _before_start(facts)
     if stops is not None:
         return _say_as_one_of_many(Report([*check([facts]), stops], [facts]), facts, options)
-    return _together(facts, options)
+    return _on_ranks(facts, options)
 
 
 def _alone(facts: RankFacts, probe: bool) -> Report:
@@ -59,7 +59,7 @@ def _before_start(facts: RankFacts) -> tuple[RankFacts, Finding | None]:
     return replace(facts, mpi=library), check_before_start(facts.launch, os.environ, library.text)
 
 
-def _together(facts: RankFacts, options: DoctorOptions) -> int:
+def _on_ranks(facts: RankFacts, options: DoctorOptions) -> int:
     from mpidp.world.clock import clock_offsets
     from mpidp.world.exit import start_guarded
     from mpidp.world.library import describe

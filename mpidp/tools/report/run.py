@@ -20,7 +20,7 @@ from mpidp.train.checkpoint.read import newest_first
 Record = dict[str, Any]
 
 # The phase that lasts until the slowest rank is there: its length says nothing of the rank that it is of.
-_TOGETHER = "reduce"
+_REDUCE = "reduce"
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,13 @@ def _rank_time(rank: int, events: list[dict[str, Any]]) -> RankTime:
         if span["cat"] == "phase":
             phases_us[str(span.get("name", "?"))] += span["dur"]
     waits = [span for span in spans if span["cat"] == "wait"]
-    together = waits + [span for span in spans if span["cat"] == "phase" and span.get("name") == _TOGETHER]
+    shared = waits + [span for span in spans if span["cat"] == "phase" and span.get("name") == _REDUCE]
     return RankTime(
         rank=rank,
         steps=len(steps),
         phases_s={name: value / 1e6 for name, value in phases_us.items()},
         waiting_s=_covered_us(waits) / 1e6,
-        own_s=(_covered_us(spans) - _covered_us(together)) / 1e6,
+        own_s=(_covered_us(spans) - _covered_us(shared)) / 1e6,
     )
 
 

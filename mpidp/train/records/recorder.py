@@ -18,7 +18,7 @@ from mpidp.train.built_in import count_right
 from mpidp.train.checkpoint.disk import as_checkpoint_error
 from mpidp.train.records.progress import Progress
 from mpidp.world.collectives import share_error
-from mpidp.world.elastic import Loss, Person
+from mpidp.world.elastic import LostRanks, Member
 from mpidp.world.status import status
 from mpidp.world.world import World
 
@@ -168,7 +168,7 @@ class Recorder:
         self.stopwatch = Stopwatch()
         self.num_samples = 0  # over all ranks, since this start
         self.last_validation: dict[str, float] | None = None
-        self._lost: tuple[Person, ...] = ()  # who died, of whom there is a record
+        self._lost: tuple[Member, ...] = ()  # who died, of whom there is a record
         self._last_epoch = -1  # of which there is a record of an evaluation
         if before is not None:
             self.stopwatch, self.num_samples, self.last_validation = (
@@ -223,13 +223,13 @@ class Recorder:
         self._write({"kind": "validation", "step": step, "epoch": epoch, **self.last_validation})
         self._tell_failures()
 
-    def record_lost_ranks(self, step: int, epoch: int, loss: Loss) -> None:
+    def record_lost_ranks(self, step: int, epoch: int, lost: LostRanks) -> None:
         """One record of ranks that died, each of them once. Not collective."""
-        new = tuple(person for person in loss.people if person not in self._lost)
+        new = tuple(member for member in lost.members if member not in self._lost)
         if new:
             self._lost += new
-            people = [{"rank": person.rank, "host": person.host} for person in new]
-            facts = {"lost": people, "ranks": loss.num_left, "lost_s": round(loss.seconds, 6)}
+            members = [{"rank": member.rank, "host": member.host} for member in new]
+            facts = {"lost": members, "ranks": lost.num_left, "lost_s": round(lost.seconds, 6)}
             self._write({"kind": "loss_of_ranks", "step": step, "epoch": epoch, **facts})
 
     @property
