@@ -1,7 +1,8 @@
 """Offsets of the nodes' clocks from rank 0's.
 
-F. Cristian's algorithm (Probabilistic clock synchronization, Distributed Computing 3, 1989): a clock was read half-way
-between a question and its answer, and the quickest of several answers is off by at most half the time that it took.
+F. Cristian's algorithm (Probabilistic clock synchronization, Distributed Computing 3, 1989): the other clock is taken
+to be read half-way between question and answer; of several answers the quickest counts, whose error is at most half of
+its round trip.
 """
 
 import time
@@ -21,12 +22,12 @@ TAG = 7001  # on the library's own communicator, where nothing else travels poin
 
 @dataclass(frozen=True)
 class Reading:
-    """This node's clock beside another one.
+    """A comparison of this node's clock with another one.
 
     Attributes:
-        at_ns: the time here.
-        offset_ns: to be added to it for the other clock's, which is rank 0's in a trace.
-        error_ns: by how much that may be wrong at most, if both directions took any time they liked.
+        at_ns: the time of this clock.
+        offset_ns: the other clock's time, which is rank 0's in a trace, minus `at_ns`.
+        error_ns: the greatest possible error of `offset_ns`.
     """
 
     at_ns: int
@@ -67,7 +68,7 @@ def clock_offsets(comm: MPI.Intracomm) -> list[float]:
 
 
 def answer(comm: MPI.Intracomm, rank: int, now_ns: Callable[[], int]) -> None:
-    """Tells the time to a rank that is in `ask`."""
+    """Answers a rank that is in `ask` with the time of this clock."""
     message = array("q", [0])
     for _ in range(QUESTIONS):
         comm.Recv(message, rank, TAG)
@@ -92,7 +93,7 @@ def ask(comm: MPI.Intracomm, rank: int, now_ns: Callable[[], int]) -> Reading:
 
 
 def rank_0_ns(ns: int, first: Reading, last: Reading) -> int:
-    """A time of this node in rank 0's, between two readings: clocks drift, by some microseconds a second."""
+    """Converts a time of this node to rank 0's clock, between two readings: clocks drift by microseconds a second."""
     span_ns = last.at_ns - first.at_ns
     if span_ns <= 0:
         return ns + first.offset_ns

@@ -21,10 +21,10 @@ from mpidp.world.communicators import keep_at_loss
 from mpidp.world.mpi import MPI
 from mpidp.world.status import status
 
-# Of the time waited so far, how much the next pause may take: a short wait is noticed at once.
+# The next pause, as a share of the time waited so far: so the end of a short wait is noticed at once.
 SHARE = 1 / 8
 SHORTEST_S = 1e-5
-PAUSE_S = 1e-4  # between two looks at a delayed answer, where a rank is late: the core may be wanted by it
+PAUSE_S = 1e-4  # between two tests of a delayed result, where a rank is late: it may need the core
 
 
 def wait(request: MPI.Request, longest_pause_s: float = 0.0) -> None:
@@ -32,8 +32,8 @@ def wait(request: MPI.Request, longest_pause_s: float = 0.0) -> None:
 
     Args:
         request: what to wait for.
-        longest_pause_s: how long the thread may sleep between two looks; 0 keeps looking, and gives the core only to
-            who wants it at that moment.
+        longest_pause_s: how many seconds the thread may sleep between two tests; 0 never sleeps, and yields the core
+            only to a thread that needs it at that moment.
     """
     if request.Test():
         return
@@ -50,8 +50,8 @@ def wait(request: MPI.Request, longest_pause_s: float = 0.0) -> None:
 def reduced(comm: MPI.Intracomm, value: int, op: MPI.Op) -> int:
     """Reduces one integer (64 bits) over the ranks, by an operation of MPI's. Collective.
 
-    Not `comm.allreduce`: mpi4py does that by messages on a communicator of its own, which nobody can revoke. When a
-    rank has died, one that waits there for a living rank, which went on to the recovery, would wait for ever.
+    Not `comm.allreduce`: mpi4py does that by messages on a communicator of its own, which cannot be revoked. When a
+    rank has died, one that waits there for a living rank that has left for `shrink` would wait for ever.
     """
     number = np.array([value], dtype=np.int64)
     comm.Allreduce(MPI.IN_PLACE, number, op=op)
@@ -62,25 +62,25 @@ log = logging.getLogger("mpidp.rank")
 
 
 def share_error(comm: MPI.Intracomm, error: Exception | None, note: str, same: Sequence[int] = ()) -> bool:
-    """Raises on every rank when some rank brings an error, else returns on every rank. Collective.
+    """Raises on every rank if some rank has an error, else returns on every rank. Collective.
 
     All ranks raise the error of the lowest failing rank: that rank its own, which has the traceback, the others a
-    copy of the same type and text. The note says where it came from.
+    copy of the same type and text.
 
     Args:
         comm: the ranks.
-        error: of this rank, if any.
-        note: where it happened.
+        error: this rank's error, if any.
+        note: where it happened; added to the exception.
         same: integers (64 bits, signed), equally many on all ranks, that are compared in the same message.
 
     Returns:
-        Whether all ranks brought the same integers.
+        Whether `same` is the same on all ranks.
     """
     if comm.size == 1:
         if error is not None:
             raise marked(error, note)
         return True
-    # The least of all numbers and of all their complements are each other's only if all are equal.
+    # The minimum of all numbers is the complement of the minimum of all complements only if all are equal.
     values = np.array([comm.size if error is None else comm.rank, *same, *(~value for value in same)], dtype=np.int64)
     comm.Allreduce(MPI.IN_PLACE, values, op=MPI.MIN)
     failing = int(values[0])
@@ -95,15 +95,14 @@ def share_error(comm: MPI.Intracomm, error: Exception | None, note: str, same: S
 
 
 def _portable(error: Exception | None) -> Exception:
-    """An equal exception that survives pickling; a MpidpError with the same text when the original does not."""
+    """The exception itself if it can be pickled, else a MpidpError with the same text."""
     try:
         copy = cast(Exception, pickle.loads(pickle.dumps(error)))
         if str(copy) == str(error):
             return copy
     except Exception:
-        log.debug("this exception does not survive pickling", exc_info=True)
-    # Some exceptions cannot be rebuilt from their arguments, or say something else then. The type's name and the text
-    # are what matters.
+        log.debug("this exception cannot be pickled; other ranks raise a MpidpError with its text", exc_info=True)
+    # Some exceptions cannot be constructed from their arguments, or have another text then.
     substitute = MpidpError(f"{type(error).__name__}: {error}")
     for note in getattr(error, "__notes__", []):
         substitute.add_note(note)
@@ -204,7 +203,7 @@ class DelayedMaximum:
     """The maximum over ranks of what each gave at the previous call. Making one is collective.
 
     Args:
-        comm: the ranks; it is duplicated, so that an open message never meets other traffic.
+        comm: the ranks; it is duplicated, so that an open message never mixes with other traffic.
     """
 
     def __init__(self, comm: MPI.Intracomm):
@@ -215,9 +214,9 @@ class DelayedMaximum:
         keep_at_loss(self)
 
     def exchange(self, value: int) -> int:
-        """Gives this rank's number; returns the greatest of the previous call, 0 at the first. Collective.
+        """Gives this rank's number; returns the maximum of the previous call, 0 at the first. Collective.
 
-        With one rank there is nobody to wait for: its own number, at once.
+        With one rank it returns `value` at once.
         """
         if self._comm is None:
             return value
@@ -227,7 +226,7 @@ class DelayedMaximum:
         return before
 
     def close(self) -> None:
-        """Waits for the open message and gives the communicator back. Collective."""
+        """Waits for the open message and frees the communicator. Collective."""
         if self._comm is not None:
             self._finish()
             self._comm.Free()
@@ -242,7 +241,7 @@ class DelayedMaximum:
 
 
 class DelayedEquality:
-    """Whether all ranks gave equal numbers. Making one is collective.
+    """A comparison of one number of each rank, whose result comes later. Making one is collective.
 
     Args:
         comm: the ranks; it is duplicated.
@@ -256,9 +255,9 @@ class DelayedEquality:
         keep_at_loss(self)
 
     def give(self, value: int) -> None:
-        """Sends this rank's number (64 bits, signed) on its way. Collective; the one before must have been asked for.
+        """Begins to compare this rank's number (64 bits, signed). Collective; call `differ` before the next one.
 
-        The greatest of all numbers and of all their complements are each other's only if all are equal.
+        The maximum of all numbers is the complement of the maximum of all complements only if all are equal.
         """
         assert self._request is None
         self._given[:] = value, ~value
@@ -273,6 +272,6 @@ class DelayedEquality:
         return bool(self._greatest[0] != ~self._greatest[1])
 
     def close(self) -> None:
-        """Waits for the open message and gives the communicator back. Collective."""
+        """Waits for the open message and frees the communicator. Collective."""
         self.differ()
         self._comm.Free()

@@ -2,8 +2,8 @@
 
 MPI's user-level failure mitigation (ULFM, in the MPI standard's terms: process fault tolerance) turns the death of a
 rank into an error of the calls that need it. Open MPI 5 has it when `mpiexec --with-ft ulfm` starts the job.
-A rank that leaves a collective for that reason must free those that wait for itself, in whatever call on whatever
-communicator they are: so all that are open are known here, and are revoked together.
+A rank that leaves a collective for that reason must free the ranks that wait for it, in any call on any communicator:
+so all open communicators are registered here, and are revoked at the same time.
 """
 
 import weakref
@@ -22,18 +22,18 @@ _kept: list[object] = []
 
 
 def opened(comm: T) -> T:
-    """A communicator was made; it is returned."""
+    """Registers a new communicator, and returns it."""
     _open[id(comm)] = comm
     return comm
 
 
 def closed(comm: MPI.Comm) -> None:
-    """It is about to be given back."""
+    """Removes a communicator that is about to be freed."""
     _open.pop(id(comm), None)
 
 
 def know_of_loss() -> bool:
-    """Whether MPI knows that a rank of one of them has died, or another rank has revoked one. Not collective."""
+    """Whether a rank of an open communicator has died, or another rank has revoked one. Not collective."""
     there = [comm for comm in [*_open.values()] if comm != MPI.COMM_NULL]
     return any(comm.Is_revoked() or _num_failed(comm) for comm in there)
 
@@ -47,27 +47,27 @@ def _num_failed(comm: MPI.Comm) -> int:
 
 
 def keep_at_loss(*users: object) -> None:
-    """Messages may be under way to memory of these objects, which are held weakly; see `forget_all`."""
+    """Registers objects into whose memory messages may still be received, by weak references; see `forget_all`."""
     _users[:] = [user for user in _users if user() is not None]
     _users.extend(map(weakref.ref, users))
 
 
 def revoke_all() -> None:
-    """Makes every call on them fail, on all ranks, those that already wait included. Not collective."""
+    """Revokes all open communicators: calls on them fail on all ranks, also those in progress. Not collective."""
     for comm in [*_open.values()]:
         if comm != MPI.COMM_NULL:
             comm.Revoke()
 
 
 def forget_all() -> None:
-    """They stay allocated: to free a communicator needs all its ranks. Not collective.
+    """Removes all communicators without freeing them, which would need all their ranks. Not collective.
 
-    What uses them stays in memory until the next loss, however soon its owner drops it: a message may still arrive.
+    Their registered users stay in memory until the next loss of a rank: a message may still arrive there.
     """
     _open.clear()
     kept = [alive for user in _users if (alive := user()) is not None]
     _users.clear()
-    if kept:  # else one more rank was lost while nothing had been made anew
+    if kept:  # else one more rank was lost before anything was made anew
         _kept[:] = kept
 
 
@@ -79,12 +79,12 @@ _is_elastic = False
 
 
 def why_not(environment: Mapping[str, str], library: str, ends_mpi: bool) -> str:
-    """Why a job cannot go on without a rank, or "" if it can. Pure.
+    """The reason why a job cannot go on without a rank, or "" if it can. Pure.
 
     Args:
         environment: of this process.
         library: version text of the MPI library.
-        ends_mpi: whether the end of MPI is left to this package.
+        ends_mpi: whether this package ends MPI.
     """
     name = library.splitlines()[0].strip("\0 ") if library else "this MPI"
     if not library.startswith(FT_LIBRARY):
@@ -97,9 +97,9 @@ def why_not(environment: Mapping[str, str], library: str, ends_mpi: bool) -> str
 
 
 def be_elastic() -> None:
-    """From now on the death of a rank does not end the job. Not collective.
+    """Lets the job go on after the death of a rank, from now on. Not collective.
 
-    MPI is then not ended: `MPI_Finalize` sometimes waits for ever for a rank that has died, at any time before.
+    `MPI_Finalize` is then never called: it sometimes waits for ever for a rank that died at any time before.
     """
     global _is_elastic
     _is_elastic = True
@@ -112,16 +112,16 @@ def is_elastic() -> bool:
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether an exception, or one it came from, says that a rank died or that others have noticed so already."""
+    """Whether an exception, or one in its chain, is MPI's for the death of a rank or a revoked communicator."""
     classes = MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED
     return any(isinstance(one, MPI.Exception) and one.Get_error_class() in classes for one in _chain(error))
 
 
 def is_survived(error: BaseException) -> bool:
-    """Whether the exception tells of a death that this process goes on after.
+    """Whether an exception comes from the death of a rank after which this process goes on.
 
-    Some of Open MPI's collectives (Alltoall) give an error of another class then, so an error of MPI is taken for a
-    loss as well where MPI knows of one.
+    Some of Open MPI's collectives (Alltoall) raise an error of another class then, so any error of MPI counts if MPI
+    knows of a death.
     """
     return _is_elastic and (is_loss(error) or (any(map(_is_of_mpi, _chain(error))) and know_of_loss()))
 
@@ -148,7 +148,7 @@ NAMES = (
 
 
 class WatchedComm(MPI.Intracomm):
-    """`WatchedComm(comm)` is another name for the same communicator: to free one is to free both."""
+    """A communicator with watched calls. `WatchedComm(comm)` shares the handle of `comm`: freeing one frees both."""
 
     def Dup(self, info: MPI.Info | None = None) -> "WatchedComm":  # noqa: N802  # MPI's name
         """The duplicate is watched, too. Collective."""
@@ -163,7 +163,7 @@ class WatchedComm(MPI.Intracomm):
         return opened(WatchedComm(super().Split_type(split_type, key, info)))
 
     def Free(self) -> None:  # noqa: N802
-        """Gives it back. Collective; where ranks may die it stays allocated, as one of its ranks may be dead."""
+        """Frees the communicator. Collective; in elastic jobs it stays allocated, as one of its ranks may be dead."""
         closed(self)
         if not is_elastic():
             super().Free()

@@ -29,8 +29,8 @@ def resolve_world(world: World | None, what: str) -> World:
     """Return the world that `what` was given, else the one that `mpidp.init` made, else that of this process alone.
 
     Args:
-        world: the argument of the caller's.
-        what: who wants a world, for the message.
+        world: the caller's argument.
+        what: what needs a world, for the message.
 
     Raises:
         LaunchError: none was given, the launcher started several processes, and `mpidp.init` was not called.

@@ -1,8 +1,8 @@
 """The device of this rank, and the test that MPI can be given its memory.
 
-A library that is not CUDA-aware crashes on a device pointer, or worse, copies garbage. What it says of itself is only
-a hint; what counts is the result of an Allreduce on device memory. That runs in a child (`python -m
-mpidp.world.device DEVICE`), whose crash costs nothing.
+A library that is not CUDA-aware crashes on a device pointer or, worse, copies wrong values. What it reports of itself
+is only a hint; the result of an Allreduce on device memory decides. That runs in a child process (`python -m
+mpidp.world.device DEVICE`), whose crash does no harm.
 """
 
 import os
@@ -70,12 +70,12 @@ class Awareness:
 
 
 def decide(environment: Mapping[str, str], hint: bool | None, probe: Callable[[], str | None]) -> Awareness:
-    """The decision, apart from how its facts are found.
+    """Decides whether MPI may be given device memory.
 
     Args:
         environment: `MPIDP_CUDA_AWARE=0` or `1` overrides everything.
         hint: what the library says of itself; None when it has no such query.
-        probe: runs the proof; returns None when it passed, else what went wrong. Not called when the hint is False.
+        probe: runs the test; returns None when it passed, else what went wrong. Not called when the hint is False.
 
     Raises:
         LaunchError: the override is neither 0 nor 1.

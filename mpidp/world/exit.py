@@ -1,9 +1,9 @@
 """The exit of a rank: a failure ends the whole job, any other exit waits for the other ranks.
 
-A rank that dies quietly leaves the others waiting in a collective until the time limit. So an exception that nobody
-catches, in any thread or in a function that `atexit` calls, is printed with rank, node, step and phase, and aborts all
-ranks. A rank whose main program is over for another reason, `sys.exit` with any code included, tells the watchdog and
-waits until all ranks have come so far; if others wait for a call that it will never make, the watchdog ends the job.
+If a rank ended by itself, the others would wait in a collective until the time limit. So an uncaught exception, in any
+thread or in a function that `atexit` calls, is printed with rank, node, step and phase, and aborts all ranks. A rank
+whose main program is over for another reason, `sys.exit` with any code included, tells the watchdog and waits until all
+ranks have come to this point; if others wait for a call that it will never make, the watchdog ends the job.
 """
 
 import errno
@@ -62,9 +62,9 @@ class AbortGuard:
 
     Attributes:
         rank: number of this rank.
-        tag: begins what this rank says, such as "[rank 1 of 4 on node2]".
-        before_abort: called before the job is aborted; quiets who would still call MPI.
-        last_words: says how an interrupted run can go on.
+        tag: the prefix of this rank's messages, such as "[rank 1 of 4 on node2]".
+        before_abort: called before the job is aborted; stops other threads from calling MPI.
+        last_words: returns the end of the message for Ctrl-C: how the run can be continued.
     """
 
     def __init__(self, rank: int, size: int, host: str):
@@ -75,12 +75,12 @@ class AbortGuard:
         self._former_unraisable = sys.unraisablehook
 
     def renumber(self, rank: int, size: int) -> None:
-        """The ranks have other numbers now, because some died and the others go on."""
+        """Sets this rank's new number, after some ranks have died and the others go on."""
         self.rank = rank
         self.tag = f"[rank {rank} of {size} on {self.host}]"
 
     def install(self) -> None:
-        """Puts the hooks in place."""
+        """Installs the hooks for uncaught exceptions."""
         sys.excepthook = self.on_exception
         threading.excepthook = self.on_thread_exception
         sys.unraisablehook = self.on_unraisable
@@ -91,7 +91,7 @@ class AbortGuard:
         MPI.COMM_WORLD.Abort(code)
 
     def end_job(self, text: str, code: int, thread: str = "") -> None:
-        """Prints why, with rank, node, thread, step and phase, and ends all ranks."""
+        """Prints the text, with rank, node, thread, step and phase, and ends all ranks."""
         with self._aborting(code):
             self.tell(f"{self.tag} {thread}{_where()}{text}")
 
@@ -112,13 +112,13 @@ class AbortGuard:
             return
         with self._aborting(1):
             if getattr(error, SHARED_MARK, False) and self.rank != 0:
-                time.sleep(SHARED_ERROR_GRACE_S)  # rank 0's abort ends this sleep; after it nobody else will
+                time.sleep(SHARED_ERROR_GRACE_S)  # normally rank 0's abort ends this sleep; if not, this rank aborts
             if is_out_of_memory(error):
                 error.add_note(f"This rank ran out of memory. {MEMORY_ADVICE}")
             self.end_job("".join(traceback.format_exception(kind, error, trace)), 1, thread)
 
     def on_interrupt(self) -> None:
-        """Ctrl-C: one line for the job, and exit code 130. As a rule every rank is interrupted, and rank 0 says so."""
+        """Ctrl-C: one line for the job, and exit code 130. Mostly every rank is interrupted, and rank 0 prints it."""
         code = 128 + signal.SIGINT
         with self._aborting(code):
             if self.rank != 0:
@@ -126,7 +126,7 @@ class AbortGuard:
             self.end_job(f"interrupted{self.last_words()}", code)
 
     def on_thread_exception(self, arguments: "threading.ExceptHookArgs") -> None:
-        """The same for a helper thread; SystemExit in a thread ends only that thread, as Python has it."""
+        """The same for a helper thread; SystemExit in a thread ends only that thread, as usual in Python."""
         if arguments.exc_type is SystemExit:
             return
         error = arguments.exc_value or arguments.exc_type()
@@ -175,13 +175,13 @@ def wait_until_read(stream: TextIO) -> None:
 
 
 class ExitBarrier:
-    """Called once, at exit or when the program ends MPI, whichever comes first. Construction is not collective.
+    """The wait for all ranks at exit, or when the program ends MPI if that is earlier. Making one is not collective.
 
     Args:
-        watchdog: ends the job if others wait for this rank when it has left.
+        watchdog: ends the job if others wait for this rank after its main program is over.
 
     Attributes:
-        watchdog: the same; another one takes its place when ranks have died.
+        watchdog: the same; replaced by a new one when ranks have died.
     """
 
     def __init__(self, watchdog: "Watchdog"):
@@ -196,7 +196,7 @@ class ExitBarrier:
         MPI.COMM_SELF.Set_attr(self._key, True)
 
     def __call__(self) -> float:
-        """Waits until all ranks have left; returns how many seconds the end of MPI may take then. Collective."""
+        """Waits until all ranks have left; returns the time limit in seconds for the end of MPI. Collective."""
         if not self._has_left and os.getpid() == self._process:
             self._leave()
             MPI.COMM_SELF.Delete_attr(self._key)
@@ -216,18 +216,18 @@ class ExitBarrier:
                 while not _is_done(request):
                     time.sleep(LEAVE_POLL_S)
         if communicators.is_elastic():
-            self.watchdog.stop()  # the last one here may meet ranks that are gone already
+            self.watchdog.stop()  # when the last rank is here, others may be gone already
             return
         # From here to the end of MPI ranks wait for each other without a watchdog.
         is_all = self.watchdog.size == MPI.COMM_WORLD.size
-        if is_all and self.watchdog.abort_s and mailbox is not None:  # else others may be at work still
-            self._timeout_s = self.watchdog.abort_s + min(self.watchdog.rank, 2)  # one rank ends the job, and says so
+        if is_all and self.watchdog.abort_s and mailbox is not None:  # else others may still be working
+            self._timeout_s = self.watchdog.abort_s + min(self.watchdog.rank, 2)  # so that one rank ends the job
         with last_wait(self._timeout_s):
             self.watchdog.close()
 
 
 def _is_done(request: MPI.Request) -> bool:
-    """Whether all ranks are here; of one that died nobody waits for anything any more."""
+    """Whether all ranks are here, or one has died, for which nobody waits any more."""
     try:
         return bool(request.Test())
     except MPI.Exception as error:
@@ -250,6 +250,6 @@ def start_guarded() -> MPI.Intracomm:
 
 
 def leave(world: "World", code: int) -> NoReturn:
-    """Ends the program of this rank, as all ranks do; the job's exit code is rank 0's, `code`. Collective."""
+    """Ends the program on all ranks; the job's exit code, `code`, is rank 0's. Collective."""
     signals.ignore()
     sys.exit(code if world.rank == 0 else 0)

@@ -29,7 +29,7 @@ _BY_LAUNCHER = re.compile("OMPI_|PMIX_|PRTE_|PMI2?_|HYD(I|RA)_|MPI_LOCAL|I_MPI_H
 
 @dataclass(frozen=True)
 class LaunchFacts:
-    """What the launcher said. `None` where it said nothing; `launcher` is "none" for a plain `python script.py`."""
+    """What the launcher's variables say, None where they do not; `launcher` is "none" for `python script.py`."""
 
     launcher: str
     rank: int | None = None
@@ -72,7 +72,7 @@ _SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
 
 
 def launch_facts(environment: Mapping[str, str]) -> LaunchFacts:
-    """Reads the launcher's variables; those of Slurm's step count only when no MPI launcher is nearer.
+    """Reads the launcher's variables; those of Slurm's step count only if no MPI launcher is in between.
 
     (`mpiexec` inside an allocation starts its own processes through a Slurm step, whose task count is that of the
     launcher's daemons.)
@@ -104,7 +104,7 @@ def size_mismatch(facts: LaunchFacts, mpi_size: int, library: str) -> str | None
     """The error text when MPI has another size than the launcher meant, else None.
 
     Args:
-        facts: what the launcher said.
+        facts: of the launch.
         mpi_size: size of MPI's world.
         library: first line of the MPI library's version text.
     """
@@ -122,7 +122,7 @@ def cannot_start(facts: LaunchFacts, environment: Mapping[str, str], library_tex
     Some libraries then stop with a text of their own, which nobody can catch.
 
     Args:
-        facts: what the launcher said.
+        facts: of the launch.
         environment: all variables of this process.
         library_text: the MPI library's version text, all of it.
     """

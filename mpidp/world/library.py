@@ -1,7 +1,7 @@
 """Facts of the MPI library: the files of it that this process has loaded, and what it says of itself.
 
 Run as `python -m mpidp.world.library`, it starts MPI in a world of one and prints a line of JSON: on a login node that
-is done in a child process, whose crash says something too. No torch, and no MPI until it is asked.
+is done in a child process, so that a crash there can be reported. Imports no torch, and MPI only when needed.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 MAPS = Path("/proc/self/maps")
-# Beside the library itself there may be bindings for other languages, and Cray's layer for GPUs.
+# Not MPI libraries themselves: bindings for other languages, and Cray's layer for GPUs.
 _COMPANIONS = ("libmpi_cxx", "libmpi_mpifh", "libmpi_usempi", "libmpi_java", "libmpi_gtl")
 _GTL = "libmpi_gtl"
 _UCX = "libucs."

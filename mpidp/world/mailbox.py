@@ -1,7 +1,7 @@
 """Messages between ranks that are sent and received without waiting.
 
-A thread of its own uses this while the main thread may be inside a call of MPI, which therefore must have been started
-with MPI_THREAD_MULTIPLE.
+Used by a thread while the main thread may be inside a call of MPI, so MPI must have been started with
+MPI_THREAD_MULTIPLE.
 """
 
 import threading
@@ -11,12 +11,12 @@ from typing import Any
 from mpidp.world.mpi import MPI
 
 SHUT_TIMEOUT_S = 1.0
-MOST_OPEN = 4  # messages on their way to one rank: to one that is stopped they do not arrive
+MOST_OPEN = 4  # messages to one rank that it has not received, as it does not while it is stopped
 
 
 @dataclass(frozen=True)
 class Message:
-    """From rank to rank. Kinds: beat, watched, ask, look, answer."""
+    """A message from rank to rank. Kinds: heartbeat, watched, ask, look, answer."""
 
     kind: str
     sender: int
@@ -24,7 +24,7 @@ class Message:
 
 
 class Mailbox:
-    """Sends and receives. Construction is collective.
+    """Sends and receives messages. Construction is collective.
 
     Args:
         comm: the ranks; it is duplicated.
@@ -39,7 +39,7 @@ class Mailbox:
         self._is_shut = False
 
     def send(self, rank: int, message: Message) -> bool:
-        """Sends without waiting; False if too many messages to that rank are on their way still."""
+        """Sends without waiting; False if too many messages to that rank have not been received yet."""
         with self._use:
             if self._is_shut:
                 return False
@@ -52,7 +52,7 @@ class Mailbox:
             return True
 
     def received(self) -> list[Message]:
-        """What has arrived."""
+        """The messages that have arrived since the last call."""
         messages: list[Message] = []
         with self._use:
             while not self._is_shut and (message := self.comm.improbe()) is not None:
@@ -61,12 +61,12 @@ class Mailbox:
         return messages
 
     def shut(self) -> None:
-        """From here on nothing is sent or received: MPI may be aborted, which takes it apart under our hands."""
-        self._use.acquire(timeout=SHUT_TIMEOUT_S)  # kept: another thread may be in there for ever
+        """Ends sending and receiving for good, before MPI is aborted by another thread."""
+        self._use.acquire(timeout=SHUT_TIMEOUT_S)  # never released: another thread may be blocked in there
         self._is_shut = True
 
     def close(self) -> None:
-        """Takes in all messages and gives the communicator back. Collective; nobody may send any more."""
+        """Receives what was sent and frees the communicator. Collective; no rank may send any more."""
         expected = sum(sent[self.comm.rank] for sent in self.comm.allgather(self._sent))
         while self._received < expected:
             self.received()

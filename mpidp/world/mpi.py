@@ -1,7 +1,7 @@
 """mpi4py's `MPI` module, imported without starting MPI, and the end of MPI at exit.
 
-MPI is ended by a function of this package, unless somebody imported mpi4py before. mpi4py holds Python's lock in
-`MPI_Finalize`, so that no Python thread could limit its time: faulthandler's thread, which is none, does.
+This package ends MPI, unless mpi4py was imported before it. mpi4py holds Python's lock in `MPI_Finalize`, so no Python
+thread could limit its time: faulthandler's thread, which is not a Python thread, does.
 """
 
 import atexit
@@ -15,15 +15,15 @@ import mpi4py
 
 from mpidp.errors import LaunchError
 
-STDERR = 2  # the file itself: what stands in its place in `sys` may be closed by now
-MOST_S = 1e9  # as much as faulthandler takes: thirty years
+STDERR = 2  # the descriptor: `sys.stderr` may be closed by now
+MOST_S = 1e9  # faulthandler takes no more; thirty years
 
 
 @contextmanager
 def last_wait(timeout_s: float) -> Iterator[None]:
-    """A block that must be over in so many seconds, or the process ends with 1; 0 for no limit. Not collective.
+    """A context manager: a block that takes longer than so many seconds ends the process with 1; 0 for no limit.
 
-    A process has one such timer: one that the user's program had set is cancelled.
+    A process has one such timer: one that the user's program had set is cancelled. Not collective.
     """
     if timeout_s:
         faulthandler.dump_traceback_later(min(timeout_s, MOST_S), exit=True, file=STDERR)
@@ -35,7 +35,7 @@ def last_wait(timeout_s: float) -> Iterator[None]:
 
 
 mpi4py.rc.initialize = False  # mpidp.init() starts MPI, so that an import on a login node does not
-# Whoever imported it first has settled how it ends.
+# A program that imported mpi4py first has decided how MPI ends.
 ENDS_MPI = "mpi4py.MPI" not in sys.modules
 mpi4py.rc.finalize = not ENDS_MPI
 
@@ -62,15 +62,15 @@ def before_end(function: Callable[[], float]) -> None:
 
 
 def never_end() -> None:
-    """MPI is left as it is at exit: its end may wait for ever for a rank that has died."""
+    """Leaves out `MPI_Finalize` at exit: it may wait for ever for a rank that has died."""
     global _ends
     _ends = False
 
 
 def finalize() -> None:
-    """Ends MPI, at exit: after all that users registered since they imported this package."""
+    """Ends MPI at exit, after all functions that were registered since this package was imported."""
     timeout_s = max((function() for function in _before_end), default=0.0)
-    # A forked child runs this, too, and MPI is its parent's.
+    # A forked child runs this too, but MPI belongs to its parent.
     if _ends and os.getpid() == _process and MPI.Is_initialized() and not MPI.Is_finalized():
         with last_wait(timeout_s):
             MPI.Finalize()

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from mpidp.errors import RecordError
 
-# File systems that cannot flush a folder say so in one of these ways; names in it are then as durable as they get.
+# Errors of file systems that cannot flush a folder; nothing more can be done for the names in it.
 _NO_FOLDER_FLUSH = (errno.EINVAL, errno.ENOTSUP)
 
 
@@ -20,7 +20,7 @@ def flush_file(path: Path) -> None:
         OSError: it is not there, or the disk failed.
     """
     try:
-        descriptor = os.open(path, os.O_RDWR)  # some file servers flush nothing for who may only read
+        descriptor = os.open(path, os.O_RDWR)  # some file servers flush only for a writer
     except PermissionError:
         descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -52,7 +52,7 @@ def write_text(path: Path, text: str) -> None:
     """Replaces a file, all at once; when it returns, the new text is on the disk. One process at a time.
 
     Raises:
-        OSError: the file system refuses, and the former file stays; names `path`.
+        OSError: the file cannot be written; the former one stays, and the error names `path`.
     """
     new = path.with_name(f"{path.name}.new")
     try:

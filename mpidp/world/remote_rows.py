@@ -19,7 +19,7 @@ ByteArray = npt.NDArray[np.uint8]
 
 TAG = 7003
 MOST_BYTES = 2**30  # of one message: counts are C integers
-LONGEST_PAUSE_S = 1e-4  # where a message is late, its sender may want the core
+LONGEST_PAUSE_S = 1e-4  # where a message is late, its sender may need the core
 
 
 class _Open(list[MPI.Request]):
@@ -30,7 +30,7 @@ class RemoteRows:
     """Rows over all ranks, numbered from rank 0's first to the last rank's last.
 
     First fill `segment`, on all ranks, then fetch; rows must not change afterwards. Fetching is collective: every rank
-    calls `start` and `finish` equally often, also for no rows. Making one is not collective, nor is giving it up.
+    calls `start` and `finish` equally often, also for no rows. Making and dropping one is not collective.
 
     Attributes:
         segment: this rank's rows, uint8 (rows_per_rank[rank], row_bytes).

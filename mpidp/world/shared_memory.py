@@ -43,7 +43,7 @@ class SharedWindow:
 
     def __init__(self, node_comm: MPI.Intracomm, num_bytes: int):
         self._comm = node_comm
-        # A rank in a Barrier keeps its core busy; with more ranks than cores it keeps it from one that still works.
+        # A rank in a Barrier keeps its core busy; with more ranks than cores it would slow down one that still works.
         cores = frozenset[int]().union(*node_comm.allgather(os.sched_getaffinity(0)))
         self._crowded = node_comm.size > len(cores)
         size = -(-max(num_bytes, 1) // PAGE_BYTES) * PAGE_BYTES
@@ -57,7 +57,7 @@ class SharedWindow:
         """Afterwards every rank of the node sees what all of them stored before. Collective on the node.
 
         Args:
-            pause_s: how long to sleep between two looks, where the core is wanted by others; 0 keeps it.
+            pause_s: seconds to sleep between two tests, where others need the core; 0 keeps it busy.
         """
         # The barrier's own messages go through shared memory, so they order stores and loads around it as well.
         if self._crowded or pause_s:
@@ -66,7 +66,7 @@ class SharedWindow:
             self._comm.Barrier()
 
     def free(self) -> None:
-        """Lets go of the memory; it is given back when no tensor looks into it any more. Not collective."""
+        """Drops the memory, which is unmapped when no tensor refers to it any more. Not collective."""
         self.segments = ()
 
 
@@ -89,7 +89,7 @@ def _map_all(node_comm: MPI.Intracomm, size: int) -> list[mmap.mmap]:
     if own >= 0:
         os.close(own)
     if not are_mapped:
-        raise error or OSError("another rank of the node cannot map the memory of all")
+        raise error or OSError("another rank of this node cannot map the shared memory")
     return mapped
 
 
@@ -102,15 +102,15 @@ def _map(file: str, size: int) -> mmap.mmap:
 
 
 def shared_files(maps: str) -> list[str]:
-    """Those of this process that have a name, from the text of `/proc/self/maps`. Pure."""
+    """The files in /dev/shm that MPICH has mapped, from the text of `/proc/self/maps`. Pure."""
     return [path for path in mapped_files(maps) if _NAMES.fullmatch(path)]
 
 
 def forget_names(node_comm: MPI.Intracomm) -> None:
     """Removes the names of MPICH's files in /dev/shm, when every rank has the memory. Collective on the node.
 
-    MPICH removes them when MPI ends, which a killed job never comes to: megabytes would stay in use. Memory lasts as
-    long as a process has it, named or not.
+    MPICH removes them when MPI ends, which a killed job never does: megabytes would stay in use. The memory itself
+    lasts as long as a process has it mapped.
     """
     node_comm.Barrier()
     if node_comm.rank != 0:
@@ -118,5 +118,5 @@ def forget_names(node_comm: MPI.Intracomm) -> None:
     for path in shared_files(read_maps()):
         try:
             os.unlink(path)
-        except OSError as error:  # it only stays where it is
+        except OSError as error:  # harmless: the file only stays behind
             log.info("cannot remove the name of %s: %s", path, error)

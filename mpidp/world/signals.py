@@ -1,8 +1,8 @@
 """Signal handlers: requests to stop between two steps, and SIGTERM and SIGINT that end the job.
 
 Schedulers warn before they kill: SIGTERM (preemption, `scancel`, a service manager), SIGUSR2 (`sbatch --signal`). The
-handlers only take a note, so a step is never cut in two. Starts no MPI: the command line watches before anything else
-is imported, because until then SIGUSR2 ends the process.
+handlers only record the signal, so a step is never interrupted. Starts no MPI: the command line calls `watch` before
+anything else is imported, because until then SIGUSR2 ends the process.
 """
 
 import os
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
-# A launcher that clears up after a failure sends SIGTERM to the other ranks, and SIGKILL soon after: what it clears
-# away has nothing to say. And where all ranks were ended, rank 0 says it.
+# A launcher that cleans up after a failure sends SIGTERM to the other ranks, and SIGKILL soon after: such ranks must
+# print nothing. And where all ranks got SIGTERM, rank 0 prints the message.
 CLEARING_S, OTHERS_S = 1.5, 0.5
 # How long the main thread may take to raise KeyboardInterrupt: while it waits for other ranks, and in another call.
 WAITING_S, CALL_S, POLL_S = 1.0, 5.0, 0.05
@@ -30,7 +30,7 @@ _received: signal.Signals | None = None
 
 
 def watch() -> None:
-    """From now on stop signals are noted instead of ending this process. Idempotent; only the main thread may call it.
+    """Records stop signals from now on, instead of ending the process. Idempotent; only for the main thread.
 
     Raises:
         RuntimeError: called from another thread, where Python cannot set signal handlers.
@@ -44,7 +44,7 @@ def watch() -> None:
 
 
 def unwatch() -> None:
-    """Stop signals do again what they did before `watch`, and what came is forgotten. Idempotent."""
+    """Restores the handlers from before `watch`, and forgets a recorded signal. Idempotent."""
     global _received
     for number, handler in _former.items():
         signal.signal(number, handler)
@@ -53,10 +53,10 @@ def unwatch() -> None:
 
 
 def ignore() -> None:
-    """Stop signals are not heard any more, up to the end of this process.
+    """Ignores stop signals up to the end of this process.
 
     For ranks that all leave: a launcher that ends a job on its first bad exit code (`srun -K`) sends SIGTERM to those
-    that are still clearing up, and would then report that signal instead of the code.
+    that are still cleaning up, and would then report that signal instead of the code.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -75,9 +75,9 @@ def _note(number: int, frame: FrameType | None) -> None:
 class EndAtSignal:
     """Ends the job at a signal. To be made in the main thread; does nothing at a signal that has a handler already.
 
-    SIGTERM ends it in any case. SIGINT (Ctrl-C) raises KeyboardInterrupt in the main thread, as ever: the program may
+    SIGTERM ends it in any case. SIGINT (Ctrl-C) raises KeyboardInterrupt in the main thread, as usual: the program may
     catch it, and `AbortGuard` ends the job if it does not. A thread acts, not the handlers: Python runs those in the
-    main thread, which may be in a call of MPI for as long as it likes. Where that keeps KeyboardInterrupt from being
+    main thread, which may be in a call of MPI for an unlimited time. Where that keeps KeyboardInterrupt from being
     raised, this thread ends the job.
 
     Args:
@@ -104,7 +104,7 @@ class EndAtSignal:
         threading.Thread(target=self._read, args=(reading,), name="mpidp-signals", daemon=True).start()
 
     def _forget(self) -> None:
-        """In a forked process: what it is sent, as a worker of a pool perhaps, is not for this rank."""
+        """Undoes this in a forked process, perhaps a worker of a pool: signals to it are not meant for this rank."""
         signal.set_wakeup_fd(-1)
         if signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -118,7 +118,7 @@ class EndAtSignal:
 
     def _read(self, reading: int) -> None:
         while numbers := os.read(reading, 64):
-            # Who replaces the handler wants to do something else.
+            # A program that replaced the handler wants something else to happen.
             if signal.SIGTERM in numbers and signal.getsignal(signal.SIGTERM) == self._handle:
                 self._act()
             if signal.SIGINT in numbers and signal.getsignal(signal.SIGINT) == self._raise:

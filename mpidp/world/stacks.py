@@ -1,6 +1,6 @@
 """Stacks of threads as text: of this process, and of one on this node that does not answer.
 
-A rank inside a library that holds Python's lock can run no thread of ours. But its handler of a signal writes the
+A rank inside a library that holds Python's lock can run no other Python thread. But its signal handler writes the
 stacks, in C, to a file in its memory, which a neighbour on its node reads.
 """
 
@@ -20,7 +20,7 @@ from mpidp.world.system import RUNS, STOPPED, process_state
 
 PACKAGE = str(Path(__file__).resolve().parents[1])
 MOST_FRAMES = 12
-# Frames that say only that there is a wait, or how Python came to a program.
+# Files whose frames show only that there is a wait, or how Python started the program.
 _HELPERS = ("communicators.py", "collectives.py", "status.py", "contextlib.py", "threading.py", "/queue.py")
 _STARTERS = ("<frozen", "importlib", "runpy.py", "torch/")
 
@@ -38,7 +38,7 @@ def main_thread() -> int:
 
 
 def call_site(thread: int) -> str:
-    """Where a thread is, and the line of the user's program that brought the main thread to where it is."""
+    """Where a thread is, and the innermost line of the user's program in the main thread."""
     frames = sys._current_frames()
     inner = _innermost(frames.get(thread), _is_no_helper)
     user = _innermost(frames.get(main_thread()), _is_users)
@@ -74,9 +74,9 @@ MOST_BYTES = 4000
 
 @dataclass(frozen=True)
 class Address:
-    """How a neighbour finds a process: its number, that of its open file, -1 for none, and the file's inode.
+    """How a neighbour finds a process: its pid, the descriptor of its open file, -1 for none, and the file's inode.
 
-    Only a process that has this very file open has the handler; for any other the signal would be the end.
+    Only a process that has this file open has the handler; any other would be killed by the signal.
     """
 
     pid: int
@@ -95,14 +95,19 @@ def prepare() -> Address:
 
 @dataclass(frozen=True)
 class Look:
-    """What a neighbour sees: why a process is silent, with its stack if it can still tell, and if it does nothing."""
+    """What a neighbour sees of a silent process: its state and, if it can still write it, its stack.
+
+    Attributes:
+        text: state, and stack if there is one.
+        is_stopped: whether the process does not run at all.
+    """
 
     text: str
     is_stopped: bool = False
 
 
 def look_at(address: Address) -> Look:
-    """Looks at a process of this node."""
+    """Looks at a process of this node; returns its state and stack."""
     state, text = process_state(address.pid)
     if state not in RUNS or address.file < 0:
         return Look(text, state in STOPPED)

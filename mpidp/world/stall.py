@@ -1,6 +1,6 @@
 """Stalls, waits that last too long: which ranks are missing, what is asked of them, and the report.
 
-No MPI: the rank that watches gives what it has heard, which may be nothing of some ranks.
+No MPI: the watching rank passes in the heartbeats that it has received; of some ranks there may be none.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,17 +16,17 @@ MOST_NAMED = 8  # ranks that are described one by one; a thousand stacks help no
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank says of itself.
+    """What a rank reports about itself.
 
     Attributes:
-        rank, host: who.
-        step, phase, phase_s: optimizer steps done, what it does and since how many seconds.
+        rank, host: which rank, on which node.
+        step, phase, phase_s: optimizer steps done, current phase, and how many seconds ago it began.
         is_long: whether this phase may keep the others waiting.
         has_left: whether its main program is over.
         wait: the call it waits in for other ranks; "" for none.
         wait_ranks: how many ranks that call has; 0 where not known.
         wait_s: how long it has waited.
-        site: where the call is made.
+        site: file, line and function of that call.
     """
 
     rank: int
@@ -44,7 +44,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Seen:
-    """A rank as the watching one sees it: its last beat, so many seconds old, and whether that is too old."""
+    """A rank as the watching one sees it: its last heartbeat, the age of that, and whether it is too old."""
 
     beat: Heartbeat
     age_s: float
@@ -52,7 +52,7 @@ class Seen:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it said that it waits and may still be believed: a silent rank that waited may have gone on."""
+        """Whether its last heartbeat says that it waits and is recent: a silent rank may have gone on since."""
         return bool(self.beat.wait) and not self.is_silent
 
 
@@ -73,7 +73,7 @@ def missing_ranks(seen: Sequence[Seen]) -> list[Seen]:
 
 
 def deserted(seen: Sequence[Seen], least_s: float) -> tuple[list[Seen], list[Seen]]:
-    """The ranks that left and those that wait for them in vain, since `least_s` or longer; two empty lists for none."""
+    """The ranks that left, and those that have waited for them for `least_s` or longer; two empty lists for none."""
     left = [rank for rank in seen if rank.beat.has_left]
     others = [rank for rank in seen if not rank.beat.has_left]
     waiting = [rank for rank in others if rank.is_waiting and rank.beat.wait_s >= least_s]
@@ -85,7 +85,7 @@ def deserted(seen: Sequence[Seen], least_s: float) -> tuple[list[Seen], list[See
 
 
 def report_left(left: Sequence[Seen], waiting: Sequence[Seen]) -> str:
-    """That the ranks `left` are gone, and where the others wait for them."""
+    """The message that the ranks `left` are gone, and where the others wait for them."""
     beat = left[0].beat
     verb = "its main program is" if len(left) == 1 else "their main programs are"
     return (
@@ -95,13 +95,13 @@ def report_left(left: Sequence[Seen], waiting: Sequence[Seen]) -> str:
 
 
 def report(seen: Sequence[Seen], answers: Mapping[int, str], lasted_s: float, then: str) -> str:
-    """The whole story: who is missing, what the others wait in and where, and what each missing rank does.
+    """The report of a stall: who is missing, in which call and where the others wait, and what each missing rank does.
 
     Args:
         seen: all ranks.
         answers: by rank, its stack, or why it does not answer.
-        lasted_s: how long the longest wait has lasted.
-        then: what will happen.
+        lasted_s: seconds that the longest wait has lasted.
+        then: a sentence that says what will happen.
     """
     missing = missing_ranks(seen)
     step = max(rank.beat.step for rank in seen)
@@ -109,7 +109,7 @@ def report(seen: Sequence[Seen], answers: Mapping[int, str], lasted_s: float, th
         verb = "does" if len(missing) == 1 else "do"
         head = f"{named(missing)} {verb} not arrive"
     else:
-        head = "all ranks wait for each other, in calls that do not belong together"
+        head = "all ranks wait for each other, in calls that do not match"
     lines = [f"mpidp: stalled for {lasted_s:.0f} s after step {step:,}: {head}."]
     lines += [f"  {line}" for line in waits(seen)]
     for rank in to_describe(seen):
@@ -120,7 +120,7 @@ def report(seen: Sequence[Seen], answers: Mapping[int, str], lasted_s: float, th
 
 
 def to_describe(seen: Sequence[Seen]) -> list[Seen]:
-    """The ranks whose stacks are worth seeing: the missing ones, or one for each call where all wait."""
+    """The ranks whose stacks the report shows: the missing ones, or one for each call where all wait."""
     missing = missing_ranks(seen)
     one_each = {(rank.beat.wait, rank.beat.site): rank for rank in reversed(seen)}
     return (missing or sorted(one_each.values(), key=lambda rank: rank.beat.rank))[:MOST_NAMED]
@@ -141,7 +141,7 @@ def waits(seen: Sequence[Seen]) -> list[str]:
 
 
 def named(ranks: Sequence[Seen]) -> str:
-    """Numbers of ranks, runs of them in short, with their node where it is one."""
+    """Numbers of ranks, such as "ranks 0, 2-3"; a single one with its node."""
     numbers = sorted(rank.beat.rank for rank in ranks)
     runs: list[list[int]] = []
     for number in numbers:
@@ -167,13 +167,13 @@ def _describe(rank: Seen, answer: str) -> list[str]:
 
 @dataclass
 class _Stall:
-    """A stall that is being looked into.
+    """A stall that is being investigated.
 
     Attributes:
-        ends_job: whether the report is the last one.
+        ends_job: whether the job ends after the report.
         since: when ranks were asked, by the watchdog's clock.
-        asked: the ranks that were asked, or whose node was.
-        answers: what came.
+        asked: the ranks that were asked, themselves or by a neighbour on their node.
+        answers: their answers so far, by rank.
         is_told: whether the report is out.
     """
 
@@ -184,19 +184,19 @@ class _Stall:
     is_told: bool = False
 
     def is_outdated(self, seen: Sequence[Seen]) -> bool:
-        """Whether a rank that was asked has turned out to be silent, before the report: its neighbour knows more."""
+        """Whether, before the report, a rank that was asked has become silent: then its neighbour must be asked."""
         unanswered = [rank for rank in self.asked if rank.beat.rank not in self.answers]
         return not self.is_told and any(seen[rank.beat.rank].is_silent and not rank.is_silent for rank in unanswered)
 
 
 class StallWatch:
-    """Looks into one stall after the other. Not collective.
+    """Investigates one stall at a time. Not collective.
 
     Args:
         nodes: the number of each rank's node.
-        send: sends a rank a message of a kind, with a content.
-        say: tells people.
-        end_job: tells people, and ends the job.
+        send: sends a message (rank, kind, content).
+        say: prints a report.
+        end_job: prints a report and ends the job.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class StallWatch:
         self._excused_at = float("-inf")
 
     def answered(self, rank: int, look: Look) -> None:
-        """Takes in where a rank is, as it or its neighbour tells."""
+        """Records an answer: where a rank is, told by itself or by a neighbour."""
         if look.is_stopped:
             self._stopped.add(rank)
         else:
@@ -222,18 +222,18 @@ class StallWatch:
             self._stall.answers[rank] = look.text
 
     def rest(self, clock: float) -> None:
-        """Others watched up to now, or nobody: waits count from here on."""
+        """Starts counting waits from now: up to now another rank watched, or none."""
         self._stall, self._excused_at = None, clock
         self._stopped.clear()
 
     def look(self, seen: list[Seen], clock: float, warning_s: float, abort_s: float) -> None:
-        """Takes the next step, if there is a stall.
+        """Checks for a stall and, if there is one, takes the next step: ask, report, or end the job.
 
         Args:
             seen: all ranks.
             clock: seconds; stands still while this process does.
-            warning_s: how long ranks may wait before that is reported; 0 for ever.
-            abort_s: how long before the job ends, likewise.
+            warning_s: seconds that ranks may wait before a report; 0 for no limit.
+            abort_s: seconds before the job ends, likewise.
         """
         wait_s, missing = longest_wait_s(seen), missing_ranks(seen)
         self._stopped -= {rank.beat.rank for rank in seen if not rank.is_silent}
@@ -251,11 +251,11 @@ class StallWatch:
             self._stall = None
 
     def _is_excused(self, missing: Sequence[Seen]) -> bool:
-        """Phases that may take long may keep ranks from answering, too; but not if a process does nothing at all."""
+        """Whether a missing rank is in a phase that may take long, and its process is not stopped."""
         return any(rank.beat.is_long and rank.beat.rank not in self._stopped for rank in missing)
 
     def _pursue(self, seen: list[Seen], clock: float, ends_job: bool, warning_s: float, abort_s: float) -> None:
-        """Asks, or reports what was answered, or asks once more."""
+        """Asks the missing ranks, or reports their answers, or asks once more."""
         stall = self._stall
         if stall is None or ends_job != stall.ends_job or stall.is_outdated(seen):
             self._stall = _Stall(ends_job, clock, to_describe(seen))
@@ -265,12 +265,12 @@ class StallWatch:
             if has_all or clock - stall.since > ANSWER_S:
                 if self._stopped <= stall.answers.keys():
                     self._report(stall, seen, warning_s, abort_s)
-                self._stopped &= stall.answers.keys()  # of the others nobody confirms it: the next look decides
+                self._stopped &= stall.answers.keys()  # for the others nobody confirms it: checked again next time
         elif 0 < abort_s < clock - stall.since:
             self._stall = None  # a silent rank in a long phase is looked at again: it may have been stopped since
 
     def _ask(self, stall: _Stall, seen: list[Seen], abort_s: float) -> None:
-        """Asks ranks where they are, and a neighbour on the node of those that do not answer."""
+        """Asks ranks where they are, and for those that do not answer a neighbour on their node."""
         answering = [rank.beat.rank for rank in seen if not rank.is_silent]
         for rank in stall.asked:
             number = rank.beat.rank
@@ -281,7 +281,7 @@ class StallWatch:
             if neighbour is not None:
                 self._send(neighbour, LOOK, number)
             else:
-                is_stopped = 0 < abort_s < rank.age_s  # nothing of its whole node for so long
+                is_stopped = 0 < abort_s < rank.age_s  # no message from its whole node for so long
                 self.answered(number, Look("and no rank of its node does", is_stopped))
 
     def _report(self, stall: _Stall, seen: list[Seen], warning_s: float, abort_s: float) -> None:
@@ -295,7 +295,7 @@ class StallWatch:
 
 
 def _outlook(ends_job: bool, is_excused: bool, abort_s: float) -> str:
-    """What will happen, in words."""
+    """A sentence that says what will happen."""
     if ends_job:
         return f"The job ends (stall_abort_s = {abort_s:g})."
     if abort_s and is_excused:

@@ -32,10 +32,10 @@ def init(
     stall_warning_s: float | None = None,
     stall_abort_s: float | None = None,
 ) -> World:
-    """Starts MPI if needed and returns this process's World. Idempotent. Collective at the first call.
+    """Starts MPI if it does not run yet, and returns the `World` of this process. Collective at the first call.
 
-    Without a launcher this is a world of size 1. From here on an uncaught exception on any rank ends the whole job,
-    and so does a rank that leaves while others wait for it.
+    Another call returns the same World. Without a launcher its size is 1. From the first call on an uncaught exception
+    on any rank ends the whole job, and so does a rank that leaves while others wait for it.
 
     A program whose ranks do different things splits them itself; the failure of one still ends the whole job:
 
@@ -49,14 +49,14 @@ def init(
     Args:
         comm: the ranks that train together, which all call this with it; all of the job when None. It is duplicated.
         share_gpu: allow two ranks of a node to use one GPU (also `MPIDP_SHARE_GPU=1`).
-        stall_warning_s: how long ranks wait for others before a report says for whom, and where each is; 0 for ever.
-            None is 60 s, or what an earlier call said.
-        stall_abort_s: how long before the job is ended, likewise; None is 600 s.
+        stall_warning_s: seconds that ranks wait for others before a report says which are missing, and where each is; 0
+            for no report. None is 60, or the value of an earlier call.
+        stall_abort_s: seconds before the job is ended, likewise; None is 600.
 
     Raises:
-        LaunchError: an earlier call was given other ranks; MPI has another size than the launcher meant; MPI's thread
-            level is too low; two MPI libraries are loaded; two local ranks share a GPU; /dev/shm is too small for MPI
-            to start.
+        LaunchError: an earlier call was given other ranks; MPI has another size than the launcher intended; its thread
+            level is too low; two MPI libraries are loaded; two local ranks share a GPU; some ranks have a GPU and
+            others none; /dev/shm is too small for MPI to start.
 
     Warns:
         UserWarning: on rank 0, ranks have more threads than cores, or are pinned to the same few.
@@ -67,7 +67,9 @@ def init(
         world = _make_world(comm or MPI.COMM_WORLD, share_gpu or os.environ.get("MPIDP_SHARE_GPU") == "1")
         set_current_world(world)
     elif comm is not None and MPI.Comm.Compare(comm, world.comm) not in (MPI.IDENT, MPI.CONGRUENT):
-        raise LaunchError("mpidp.init() was called before for other ranks; a process is in one world at a time")
+        raise LaunchError(
+            "mpidp.init() was called before with another communicator; a process has one World: give the same, or none"
+        )
     if world.watchdog is not None:
         world.watchdog.configure(stall_warning_s, stall_abort_s)
     return world
@@ -138,13 +140,13 @@ def _make_world(ranks: MPI.Intracomm, share_gpu: bool) -> World:
 
 
 def _check_same_kind(comm: MPI.Intracomm, device: torch.device, host: str) -> None:
-    """Raises on every rank when some see a GPU and some do not: they would take different ways; collective."""
+    """Raises on every rank when some see a GPU and some do not: they would reduce differently; collective."""
     kinds = comm.allgather((device.type, host))
     different = next((kind for kind in kinds if kind[0] != kinds[0][0]), None)
     if different is not None:
         error = LaunchError(
             f"rank 0 on {kinds[0][1]} computes on {kinds[0][0]}, rank {kinds.index(different)} on {different[1]} on "
-            f"{different[0]}: the GPUs of one node are not seen. Look at CUDA_VISIBLE_DEVICES and nvidia-smi there."
+            f"{different[0]}: a node does not see its GPUs. Look at CUDA_VISIBLE_DEVICES and nvidia-smi there."
         )
         share_error(comm, error, "choosing devices")
 

@@ -1,7 +1,7 @@
 """The status of this process: step, phase and waits for other ranks; and their times while a trace is made.
 
-One process is one rank, so there is one `status`. To say something costs less than a microsecond, and no lock: the
-watchdog's thread reads it whenever it likes.
+One process is one rank, so there is one `status`. An update costs less than a microsecond and takes no lock; the
+watchdog's thread reads it at any time.
 """
 
 import threading
@@ -18,13 +18,13 @@ Kind = Literal["step", "phase", "wait", "work"]
 
 
 class Span(NamedTuple):
-    """Something that lasted.
+    """An interval of time in which a thread did one thing.
 
     Attributes:
-        name: what.
+        name: what it did.
         kind: a step of the optimizer, a phase of it, a wait for other ranks, or the work of a helper thread.
         thread: name of the thread.
-        start_ns, stop_ns: when, by `time.monotonic_ns` of this node.
+        start_ns, stop_ns: begin and end, by `time.monotonic_ns` of this node.
     """
 
     name: str
@@ -35,10 +35,10 @@ class Span(NamedTuple):
 
 
 class Spans:
-    """Collects from the moment it is made; any thread may add, as appending to a list needs no lock.
+    """The spans since it was made; any thread may add some, as appending to a list needs no lock.
 
     Args:
-        quiet: a phase that is not worth a word.
+        quiet: a phase that is not recorded.
     """
 
     def __init__(self, quiet: str = ""):
@@ -47,14 +47,14 @@ class Spans:
         self._since_ns = time.monotonic_ns()
 
     def end_phase(self, phase: str) -> None:
-        """A phase ends, and the next one begins. Phases are of the process, told by one thread at a time."""
+        """Ends a phase and begins the next one. Phases belong to the process and are set by one thread at a time."""
         now_ns = time.monotonic_ns()
         if phase != self._quiet:
             self.found.append(Span(phase, "phase", threading.main_thread().name, self._since_ns, now_ns))
         self._since_ns = now_ns
 
     def add(self, name: str, kind: Kind, start_ns: int) -> int:
-        """This thread did something from then to now, which is returned."""
+        """Adds a span of this thread from `start_ns` to now; returns now."""
         stop_ns = time.monotonic_ns()
         self.found.append(Span(name, kind, threading.current_thread().name, start_ns, stop_ns))
         return stop_ns
@@ -82,14 +82,14 @@ class Status:
         step: optimizer steps done.
         phase: part of the step, or of the job.
         since: when the phase began, by `time.monotonic`.
-        is_long: whether the phase may keep the other ranks waiting for as long as it likes.
+        is_long: whether the phase may keep the other ranks waiting without a limit.
         has_left: whether the main program is over.
         batch: epoch of the batch whose loss was weighed since the last reduction, and samples of the epoch up to its
             end.
         accumulating_pass: autograd's number of the backward pass that only accumulates, as it is of a micro-batch
             that is not the last; -1 before any.
-        waits: by thread, what it waits in.
-        spans: what collects all this for a trace; None as long as nobody asked for one.
+        waits: by thread, the call in which it waits for other ranks.
+        spans: the spans recorded for a trace; None while there is none.
         announce: called when a phase that may take long begins or ends; tells the other ranks.
     """
 
@@ -106,7 +106,7 @@ class Status:
         self.announce: Callable[[], None] = lambda: None
 
     def enter(self, phase: str, is_long: bool = False) -> None:
-        """A phase begins."""
+        """Begins a phase."""
         if (phase, is_long) != (self.phase, self.is_long):
             was_long = self.is_long
             if self.spans is not None:
@@ -117,9 +117,9 @@ class Status:
 
     @contextmanager
     def during(self, phase: str, is_long: bool = False) -> Iterator[None]:
-        """A phase for the length of a block; the one before goes on after it.
+        """A context manager: a phase for the length of a block; after it the former phase goes on.
 
-        An exception leaves the phase as it is: whoever prints it wants to say where it came from.
+        An exception leaves the phase as it is, so that its message names the phase it came from.
         """
         before = self.phase, self.is_long
         self.enter(phase, is_long)
@@ -154,7 +154,7 @@ def _timed(spans: Spans, name: str) -> Iterator[None]:
 
 
 class Waiting:
-    """One wait. In a wait that is already on, as where one helper calls another, the outer one stays."""
+    """One wait. Inside another wait of the same thread, as where one helper calls another, the outer one counts."""
 
     __slots__ = ("_is_outer", "_spans", "_start_ns", "_status", "_wait")
 

@@ -1,7 +1,7 @@
 """The watchdog: a thread of each rank that finds ranks which keep others waiting, reports them, and ends the job.
 
-It tells two ranks, the first and the last, what its rank does: seldom as long as all is well, once a second while it
-waits. The first rank looks for waits that last too long; the last one takes its place when it hears nothing of it.
+Each rank sends heartbeats to two ranks, the first and the last: rarely as long as it works, once a second while it
+waits. The first rank looks for waits that last too long; the last one does when the first one is silent.
 """
 
 import logging
@@ -24,17 +24,17 @@ from mpidp.world.status import Wait, status
 log = logging.getLogger("mpidp.rank")
 
 WARNING_S, ABORT_S = 60.0, 600.0
-TICK_S = 1.0  # between two looks; shorter only where warnings are asked for sooner
-RANKS_A_TICK = 256  # beyond so many ranks, looks become rarer, so that the watching rank has as little to read
-QUIET_TICKS = 5  # between two messages of a rank that has nothing to tell
+TICK_S = 1.0  # between two checks; shorter only where the limits are shorter
+RANKS_A_TICK = 256  # with more ranks checks become rarer, so that the watching rank has no more to read
+QUIET_TICKS = 5  # between two heartbeats of a rank that has no news
 SILENT_TICKS = 3 * QUIET_TICKS
-LEFT_S = 1.5  # that others wait after a rank was seen to leave
+LEFT_S = 1.5  # how long others must have waited after a rank has left
 END_TIMEOUT_S = 5.0
 ANNOUNCE_S, ANNOUNCE_POLL_S = 2.0, 0.002
 
 
 class Watchdog:
-    """The thread of one rank. Construction is collective.
+    """The watchdog thread of one rank. Construction is collective.
 
     Args:
         comm: the ranks.
@@ -64,12 +64,12 @@ class Watchdog:
         self._thread.start()
 
     def configure(self, warning_s: float | None, abort_s: float | None) -> None:
-        """When to report a wait, and when to end the job, in seconds; 0 for never, None to leave it as it is.
+        """Sets after how many seconds a wait is reported, and the job ended; 0 for never, None for no change.
 
-        To be called with the same on every rank.
+        To be called with the same values on every rank.
 
         Raises:
-            ValueError: a negative number, or none at all.
+            ValueError: a number that is negative, infinite or NaN.
         """
         for name, value in (("stall_warning_s", warning_s), ("stall_abort_s", abort_s)):
             if value is not None and not 0 <= value < float("inf"):
@@ -79,16 +79,16 @@ class Watchdog:
         self.wake()
 
     def silence(self) -> None:
-        """The job ends: the thread makes no more calls of MPI, but for those that end it."""
+        """Stops all calls of MPI by this thread, before the job is aborted."""
         if self.mailbox is not None:
             self.mailbox.shut()
 
     def wake(self) -> None:
-        """There is something to tell now."""
+        """Has the thread send a heartbeat now."""
         self._wake.set()
 
     def announce(self) -> None:
-        """Waits until the others are told of this rank's phase: in what it does in it, it may not answer them."""
+        """Waits until the heartbeat with this rank's phase is sent: during the phase it may not be able to answer."""
         phase, end = (status.phase, status.is_long), time.monotonic() + ANNOUNCE_S
         self.wake()
         while (self._told.phase, self._told.is_long) != phase and self._thread.is_alive() and time.monotonic() < end:
@@ -108,12 +108,12 @@ class Watchdog:
 
     @property
     def _silent_s(self) -> float:
-        """Seconds after which one of whom nothing is heard is taken for one that does not answer."""
+        """Seconds without a heartbeat after which a rank counts as silent."""
         return SILENT_TICKS * self.tick_s
 
     @property
     def tick_s(self) -> float:
-        """Seconds between two looks."""
+        """Seconds between two checks."""
         soonest = min(limit or float("inf") for limit in (self.warning_s, self.abort_s))
         return min(TICK_S * max(1.0, self.size / RANKS_A_TICK), max(0.05, soonest / 8))
 
@@ -123,7 +123,7 @@ class Watchdog:
         except MPI.Exception as error:
             if not is_survived(error):
                 raise
-            log.info("the watchdog has met the death of a rank; another one begins where the others go on")
+            log.info("the watchdog ends, as a rank has died; the ranks that are left start a new one")
 
     def _look(self) -> None:
         while not self._stop.is_set():
@@ -136,12 +136,12 @@ class Watchdog:
             self._watch()
 
     def _advance(self) -> None:
-        """The clock stands still while this process does: a job that was suspended must not end when it goes on."""
+        """Advances the clock, which stops while this process does: a suspended job must not end when it is resumed."""
         now = time.monotonic()
         away_s, self._last_look = now - self._last_look, now
         self._clock += min(away_s, 3 * self.tick_s)
         if away_s > self._silent_s:
-            self._stalls.rest(self._clock)  # what this rank hears of waits now may be over by the next look
+            self._stalls.rest(self._clock)  # waits in messages that arrived meanwhile may be over
 
     def _take(self, message: Message) -> None:
         if message.kind == "heartbeat":
@@ -170,7 +170,7 @@ class Watchdog:
             self.mailbox.send(rank, message)
 
     def _tell(self) -> None:
-        """Sends a beat where there is news, or nothing has been heard of this rank for a while."""
+        """Sends a heartbeat if there is news, or the last one was sent a while ago."""
         beat, told = self._beat(), self._told
         is_news = beat.wait_s > self.tick_s or beat.has_left or bool(told.wait) != bool(beat.wait)
         is_news = is_news or beat.is_long != told.is_long
@@ -215,9 +215,9 @@ class Watchdog:
         self._stalls.look(seen, self._clock, self.warning_s, self.abort_s)
 
     def _watch_alone(self) -> None:
-        """Reports this rank's own wait: at the limits if ranks cannot talk, else when nobody watches any more.
+        """Reports this rank's own wait: at the limits if ranks cannot talk, else when no rank watches any more.
 
-        Whoever watches may know that the wait is for a phase that takes long.
+        A watching rank knows whether the wait is for a phase that may take long.
         """
         beat = self._told
         text = (
@@ -238,7 +238,7 @@ class Watchdog:
     def _watch_left(self, seen: list[Seen]) -> None:
         """Ends the job when ranks wait for one that has left."""
         left, waiting = deserted(seen, LEFT_S)
-        # A message that was sent before the rank left says nothing: the rank may have come just then.
+        # A heartbeat that was sent before the rank left proves nothing: the rank may just have made that call.
         left = [rank for rank in left if self._clock - self._left_at[rank.beat.rank] > LEFT_S + 2 * self.tick_s]
         if left:
             self._end_job(report_left(left, waiting))
@@ -258,7 +258,7 @@ _exit_barriers: list[ExitBarrier] = []
 
 
 def watch_rank(comm: MPI.Intracomm, host: str, node: int, guard: AbortGuard) -> Watchdog:
-    """Starts the watchdog of this rank, and what ends the job at a signal. Collective.
+    """Starts this rank's watchdog, its exit barrier, and the handlers that end the job at a signal. Collective.
 
     Args:
         comm: the ranks.
@@ -277,10 +277,10 @@ def watch_rank(comm: MPI.Intracomm, host: str, node: int, guard: AbortGuard) -> 
 def watch_again(
     before: Watchdog | None, comm: MPI.Intracomm, host: str, node: int, guard: AbortGuard
 ) -> Watchdog | None:
-    """A watchdog of those that are left, when ranks have died, in the place of the one before. Collective.
+    """Starts a new watchdog on the ranks that are left after some have died. Collective over these.
 
     Args:
-        before: the watchdog of more ranks; None where there was none, and will be none.
+        before: the former watchdog, which ends; None where there was none, and then there is no new one either.
         comm: the ranks, as in `watch_rank`.
         host: likewise.
         node: likewise.

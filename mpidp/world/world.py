@@ -36,7 +36,7 @@ POLL_S = 0.0005
 
 
 class _OneRank:
-    """In place of MPI in the world of a process that is alone: what it gathers is its own."""
+    """The communicator of `World.alone()`, in place of MPI's: collectives return this process's own value."""
 
     rank, size = 0, 1
 
@@ -56,7 +56,7 @@ class _OneRank:
         if name.startswith("__"):  # what Python's own protocols look for
             raise AttributeError(name)
         raise LaunchError(
-            f"World.alone() is without MPI, and {name} was asked of it: it is for loaders and their batches. Call "
+            f"World.alone() has no MPI, so it has no {name}: it is for loaders and their batches. Call "
             f"world = mpidp.init() for one that trains."
         )
 
@@ -103,14 +103,14 @@ class World:
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu") -> World:
-        """Return a world of this process only, whatever started it. Needs no MPI; not collective.
+        """Return a world of this process alone, however it was started. Needs no MPI; not collective.
 
         For a loader of one process in a job of several, such as an evaluation by rank 0:
 
             loader = mpidp.HDF5Loader("validation.h5", ("x", "y"), 64, world=mpidp.World.alone())
 
         Args:
-            device: where its batches are put.
+            device: the device of its batches.
         """
         none: Any = _OneRank()
         return cls(
@@ -143,15 +143,19 @@ class World:
         return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on some rank. Collective."""
+        """Return whether the flag is set on some rank; the same answer on all. Collective."""
         return bool(self._reduced(self.comm, bool(flag), "LOR"))
 
     def all(self, flag: bool) -> bool:
-        """Whether the flag is set on every rank. Collective."""
+        """Return whether the flag is set on every rank; the same answer on all. Collective."""
         return bool(self._reduced(self.comm, bool(flag), "LAND"))
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """The sums over ranks, in float64, of a list of equal length on every rank. Collective."""
+        """Return the sums over ranks, element by element, in float64. Collective.
+
+        Args:
+            values: numbers, equally many on every rank.
+        """
         sums = torch.tensor(list(values), dtype=torch.float64)
         if self.size > 1:
             from mpidp.world.mpi import MPI
@@ -160,7 +164,7 @@ class World:
         return cast(list[float], sums.tolist())
 
     def sum_on_node(self, value: int) -> int:
-        """The sum of an integer over the ranks of this node. Collective on the node."""
+        """Return the sum of an integer over the ranks of this node. Collective on the node."""
         return self._reduced(self.node_comm, value, "SUM")
 
     def _reduced(self, comm: MPI.Intracomm, value: int, operation: str) -> int:
@@ -172,7 +176,11 @@ class World:
         return reduced(comm, value, getattr(MPI, operation))
 
     def mean(self, value: float, weight: float = 1.0) -> float:
-        """The mean over ranks, weighted. A rank with weight 0 adds nothing, even if its value is NaN. Collective.
+        """Return the weighted mean over ranks, in float64. Collective.
+
+        Args:
+            value: of this rank.
+            weight: of this value, such as `batch.size`; with 0 it adds nothing, even if it is NaN.
 
         Raises:
             ValueError: the weights of all ranks sum to 0.
@@ -185,13 +193,13 @@ class World:
     def weigh(self, loss: Tensor, count: int) -> Tensor:
         """Return `loss` scaled so that its plain mean over ranks is the mean over the `count`s of all ranks.
 
-        So that gradients, which `DataParallel` averages over ranks, are those of the mean over the global batch.
+        Then gradients, which `DataParallel` averages over ranks, are those of the mean over the global batch.
         Collective: all ranks call it, once for each backward pass.
 
         Args:
             loss: scalar, the mean over `count` things here: samples, tokens, ...
-            count: how many. Where it is 0 the loss may be NaN, or that of any other batch; the result is then 0 and
-                gives parameters no gradient, though `backward` still passes all of them.
+            count: how many there are on this rank. Where it is 0 the loss may be NaN, or that of any other batch; the
+                result is then 0 and gives parameters no gradient, though `backward` still passes all of them.
 
         Raises:
             DataError: a loss that is no scalar, or a negative count.
@@ -226,7 +234,11 @@ class World:
         return gather_rows(self.comm, values, rows, num_rows)
 
     def broadcast(self, obj: T | None) -> T:
-        """Rank 0's object, on every rank. Collective; for small objects (it is pickled)."""
+        """Return rank 0's object on every rank. Collective; for small objects, as it is pickled.
+
+        Args:
+            obj: what to send; read on rank 0 only.
+        """
         return cast(T, self.comm.bcast(obj, root=0))
 
     def barrier(self, timeout_s: float | None = None) -> None:
@@ -234,8 +246,11 @@ class World:
 
         It polls with short sleeps, so that waiting ranks leave the cores to the working ones.
 
+        Args:
+            timeout_s: how many seconds to wait at most; None for no limit.
+
         Raises:
-            TimeoutError: after `timeout_s` seconds some rank had not come; the job should end then.
+            TimeoutError: after `timeout_s` seconds some rank was not here; the job should end then.
         """
         if self.size == 1:
             return
@@ -245,13 +260,13 @@ class World:
             while not request.Test():
                 if timeout_s is not None and time.monotonic() - start > timeout_s:
                     raise TimeoutError(
-                        f"barrier: rank {self.rank} on {self.host} waited {timeout_s} s; some rank did not come"
+                        f"barrier: rank {self.rank} on {self.host} waited {timeout_s} s for a rank that is not there"
                     )
                 time.sleep(POLL_S)
 
     @contextmanager
     def raise_on_all_ranks(self, what: str) -> Iterator[None]:
-        """A block whose exception on any rank is raised on every rank. Collective, at the end of the block.
+        """A context manager: an exception in its block on any rank is raised on every rank. Collective, at its end.
 
         The block must not hold collectives that a failing rank would miss. All ranks raise the exception of the
         lowest failing rank, with a note that names that rank.
@@ -273,7 +288,14 @@ class World:
             raise marked(error, note)
 
     def call_on_root(self, function: Callable[[], T]) -> T:
-        """Rank 0 calls the function; its result, or its exception, reaches every rank. Collective."""
+        """Calls a function on rank 0 and returns its result on every rank. Collective.
+
+        Args:
+            function: called on rank 0 only; its result is pickled.
+
+        Raises:
+            Exception: on all ranks, what the function raised.
+        """
         result: T | None = None
         with self.raise_on_all_ranks("for all ranks"):
             if self.rank == 0:
@@ -281,6 +303,6 @@ class World:
         return self.broadcast(result)
 
     def log_once(self, text: str) -> None:
-        """One line from the job: rank 0 logs it (logger `mpidp`, INFO), the other ranks do not. Not collective."""
+        """Logs a line once for the job: on rank 0, by the logger `mpidp`, at level INFO. Not collective."""
         if self.rank == 0:
             job_log.info("%s", text)

@@ -133,7 +133,7 @@ def test_a_program_may_end_mpi_itself(tmp_path: Path) -> None:
 
 @pytest.mark.short
 def test_a_deadlock(tmp_path: Path) -> None:
-    """Behaviour 32: all wait, in calls that do not belong together; each is shown."""
+    """Behaviour 32: all wait, in calls that do not match; each is shown."""
     result = run(tmp_path, "if world.rank == 1: world.broadcast(1)")
     assert result.code == 1
     assert "all ranks wait for each other" in result.output

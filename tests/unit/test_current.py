@@ -75,7 +75,7 @@ except Exception as error:
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.startswith("World.alone() is without MPI, and Dup was asked of it")
+    assert ended.stdout.startswith("World.alone() has no MPI, so it has no Dup")
 
 
 @pytest.mark.job
