@@ -87,7 +87,12 @@ class Batch:
         return f"Batch({shapes}; {self.size} of {self.global_size} samples)"
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Batch:
-        """Return this batch with its tensors on `device`; the other attributes are those of this one."""
+        """Return this batch with its tensors on another device.
+
+        Args:
+            device: where to copy the tensors.
+            non_blocking: as in `torch.Tensor.to`.
+        """
         tensors = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self._tensors.items()}
         batch = Batch(tensors, self.indices, self.global_size, self._world, self._place)
         batch.last, batch._whole = self.last, self._whole
@@ -96,11 +101,11 @@ class Batch:
     def weigh(self, loss: Tensor, count: int | None = None) -> Tensor:
         """Return `loss` scaled so that its plain mean over ranks is the mean over the global batch.
 
-        Where there is nothing (0 samples, or count 0) the loss may be NaN; the result is then 0 and gives parameters
+        On a rank with nothing (0 samples, or count 0) the loss may be NaN; the result is then 0 and gives parameters
         no gradient at all, though `backward` still passes all of them. At world size 1 the result is `loss` itself.
 
-        Of a micro batch that is not the last, `backward()` of the result only accumulates: `DataParallel` reduces the
-        whole sum in that of the last one.
+        For a micro batch that is not the last, `backward()` of the result only accumulates: `DataParallel` reduces the
+        sum in that of the last one.
 
         Args:
             loss: scalar, the mean over the samples here, or over `count` other things here.
@@ -120,9 +125,12 @@ class Batch:
     def micro_batches(self, max_size: int) -> list[Batch]:
         """Return this batch in slices of at most `max_size` samples, sizes within one of each other.
 
-        The sum of their weighed losses is the weighed loss of the whole, and one `backward()` each gives its
+        The sum of their weighed losses is the weighed loss of the whole batch, so one `backward()` for each gives its
         gradients, with or without `no_sync()`. A batch without samples gives one slice without samples. Ranks may get
-        different numbers of slices; `last` is True for the last.
+        different numbers of slices; `last` is True for the last. Not collective.
+
+        Args:
+            max_size: the largest number of samples in a slice, at least 1.
 
         Raises:
             DataError: `max_size` is less than 1.

@@ -22,7 +22,7 @@ _taken: set[Path] = set()
 
 
 class Checkpoints:
-    """Saves a loop of your own on the way, resumes it in the middle of an epoch, and stops it when the job is to end.
+    """Checkpoints of a training loop of your own: saves, resumes in the middle of an epoch, and stops early.
 
         state = mpidp.TrainState(model, optimizer, loader)
         with mpidp.Checkpoints("runs/x", state, every_steps=1000) as checkpoints:
@@ -34,32 +34,33 @@ class Checkpoints:
                     optimizer.zero_grad()
                     checkpoints.step()
 
-    Started again in the same folder, the script goes on behind the last step that was saved: with the same bits on the
-    same number of ranks, with the same samples on another. SIGTERM, SIGUSR2 or a file `STOP` in the folder end all
-    ranks after the same step, saved, with exit code 75. The folder is this job's until `close`.
+    Started again with the same folder, the script continues after the last saved step: bit for bit on the same number
+    of ranks, with the same samples on another. On SIGTERM, SIGUSR2 or a file `STOP` in the folder all ranks save after
+    the same step and end with exit code 75. No other job can use the folder until `close`.
 
-    Behind the checkpoint of an epoch's last step a resume goes on with the next epoch, and does not repeat what the
-    script does in between, such as an evaluation. To have that repeated give `every_epochs=0` and `save()` behind it.
+    A resume from the checkpoint of an epoch's last step goes on with the next epoch, and does not repeat what the
+    script does in between, such as an evaluation. To repeat it, give `every_epochs=0` and call `save()` after it.
 
-    Making one is collective, and only the main thread may do it, as signals are caught from then on.
+    Construction is collective, and must be in the main thread, as it installs signal handlers.
 
     Attributes:
         state: the training; `state.step` counts the calls of `step`.
         folder: where the checkpoints are.
 
     Args:
-        folder: of the checkpoints, for all ranks the same; made if it is not there.
-        state: all of the training that is saved.
+        folder: of the checkpoints, the same on all ranks; made if it does not exist.
+        state: the training that is saved.
         every_steps: save after so many steps; 0 for never.
         every_epochs: save after the last step of so many epochs; 0 for never.
         keep: how many checkpoints to keep, the newest ones; at least 1.
-        background: train on while files are written; else saving takes the time of writing.
-        on_failure: of a checkpoint that cannot be written: "stop" raises `CheckpointError` on all ranks, "warn" logs it
-            and trains on, and only the last one of the job raises.
+        background: go on training while files are written, instead of waiting for them.
+        on_failure: if a checkpoint cannot be written: "stop" raises `CheckpointError` on all ranks, "warn" logs it and
+            goes on, and only the last checkpoint of the job raises.
 
     Raises:
-        CheckpointError: on all ranks: the folder cannot be made, or another job has it.
-        RuntimeError: not made in the main thread.
+        CheckpointError: on all ranks: the folder cannot be made, or another job uses it.
+        RuntimeError: not called in the main thread.
+        ValueError: a negative number, `keep` below 1, or an unknown `on_failure`.
     """
 
     def __init__(
@@ -96,25 +97,25 @@ class Checkpoints:
 
     @property
     def epoch(self) -> int:
-        """The epoch to begin or to go on with, counted from 0: behind an epoch's last step it is the next one."""
+        """The epoch to begin or to go on with, counted from 0: after an epoch's last step it is the next one."""
         loader = self.state.loader
         return loader.epoch + (loader.remaining_steps == 0)
 
     def resume(self, *, accept_changed: bool = False) -> bool:
-        """Goes on from the newest checkpoint that all ranks can read, if there is one. Collective; before the loop.
+        """Loads the newest checkpoint that all ranks can read, if there is one. Collective; call it before the loop.
 
-        A newer one that is damaged is passed over, which is logged. On another number of ranks, and with another global
-        batch, exactly the samples that are left of the epoch follow.
+        A newer one that is damaged is skipped, which is logged. On another number of ranks, and with another global
+        batch, exactly the unseen samples of the epoch follow.
 
         Args:
-            accept_changed: begin the epoch anew where the files hold other data than then, instead of raising.
+            accept_changed: begin the epoch anew if the data files have changed, instead of raising.
 
         Returns:
             Whether there was one.
 
         Raises:
-            CheckpointError: on all ranks: none of those that are there is usable, or it is of another model,
-                optimizer or scheduler.
+            CheckpointError: on all ranks: none of the checkpoints is usable, or it is of another model, optimizer or
+                scheduler.
             DataError: on all ranks: it is of other data.
         """
         self._has_looked = True
@@ -127,7 +128,7 @@ class Checkpoints:
         return True
 
     def step(self) -> None:
-        """Counts a step of the optimizer, and saves if it is time to. Collective: behind each step, on every rank.
+        """Counts a step of the optimizer, and saves if one is due. Collective: after each step, on every rank.
 
         Raises:
             CheckpointError: on all ranks: a checkpoint could not be written, or another job has taken the folder.
@@ -172,7 +173,7 @@ class Checkpoints:
         self._saved_step = state.step
 
     def close(self) -> None:
-        """Saves the last step, waits until it is on the disk, and gives folder and signals back. Collective.
+        """Saves the last step, waits until it is on the disk, and releases the folder and the signals. Collective.
 
         Raises:
             CheckpointError: on all ranks: the last checkpoint could not be written.

@@ -82,19 +82,27 @@ BUCKET_BYTES = 8 << 20
 class DataParallel(nn.Module):
     """Wraps a module so that each rank trains it on its share of the global batch. Construction is collective.
 
-    All ranks must hold the same parameters (checked); they get the values of rank 0. Afterwards, each time
-    `backward()` returns outside `no_sync()`, every `p.grad` is the mean over ranks, and clipping, GradScaler and any
-    optimizer work as on one GPU. Parameters that no rank used keep `grad is None`; those used on some ranks only are
-    zero on the others, which must use at least one parameter of the module (their `backward()` is how they take part).
-    `forward` communicates nothing, but for the first one that trains parameters which were frozen before, and for
-    layers of `SyncBatchNorm` in training: then all ranks must call it equally often before each reduction.
+        model = mpidp.DataParallel(Net().to(world.device), world)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for batch in model.batches(loader):
+            batch.weigh(F.cross_entropy(model(batch.x), batch.y)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
-    An optimizer, of any class, steps reduced gradients only: what it finds accumulated, or set by hand, is reduced
-    first, and what cannot be is an error that names the parameter. At each reduction the ranks compare how many steps
-    they have taken, which batch they are at and their learning rates; over `compare_steps` steps also parameters,
-    persistent buffers and optimizer state. So a rank that goes another way than the others is an error on all of them.
+    All ranks must have parameters of the same names, shapes and dtypes (checked); they get the values of rank 0.
+    Afterwards, each time `backward()` returns outside `no_sync()`, every `p.grad` is the mean over ranks, and clipping,
+    GradScaler and any optimizer work as on one GPU. A parameter that no rank used keeps `grad is None`; one that only
+    some ranks used counts as zero on the others. Every rank must use at least one parameter, as its `backward()` takes
+    part in the reduction. `forward` is not collective, with two exceptions: the first call after parameters were
+    unfrozen, and layers of `SyncBatchNorm` in training, with which all ranks must call it equally often before each
+    reduction.
 
-    An exception out of `backward()` may be caught, and training go on, only if all ranks met it in the same step.
+    Optimizers of any class step reduced gradients only: gradients that were accumulated, or set by hand, are reduced
+    first, and those that cannot be are an error that names the parameter. At each reduction the ranks compare their
+    numbers of steps, places in the data and learning rates; over `compare_steps` steps also parameters, persistent
+    buffers and optimizer state. So ranks that diverge raise an error, all of them.
+
+    Training may go on after an exception of `backward()` only if all ranks catch it in the same step.
 
     A copy (`copy.deepcopy`, `AveragedModel`, `torch.save`) is a copy of the plain module and reduces nothing.
 
@@ -102,15 +110,22 @@ class DataParallel(nn.Module):
         module: the model, on `world.device`.
         world: the ranks.
         reducer: "auto" (by the facts of this world), "naive", "flat", "node", "staged" or "null".
-        bucket_bytes: how many bytes of gradients share a buffer.
-        comm_dtype: "full", or "bf16" or "fp16": float32 gradients travel in 16 bits and are summed in 32.
-        error_feedback: with 16-bit communication, add what rounding lost to the next step's gradient.
-        piece_bytes: the largest buffer given to one call of MPI; 0 leaves it to the kind of network.
-        overlap: reduce while backward still runs; None leaves it to the facts.
+        bucket_bytes: size of a bucket, the buffer in which gradients are reduced.
+        comm_dtype: "full", or "bf16" or "fp16": float32 gradients are sent in 16 bits and summed in float32.
+        error_feedback: with 16-bit communication, add the rounding error to the gradient of the next step.
+        piece_bytes: the largest buffer given to one call of MPI; 0 chooses it by the kind of network.
+        overlap: reduce while backward still runs; None does so on several nodes and on GPUs.
         check_finite: raise FloatingPointError, on all ranks, naming parameter and rank, when a gradient is infinite or
             NaN before it is summed. Not for use with GradScaler, which expects such gradients and skips the step.
-        compare_steps: in how many steps all that must be equal on all ranks is compared once; 0 for never.
-        quiet: do not log what "auto" chose; whoever asks for this shows `choice` in its own way.
+        compare_steps: the number of steps in which everything that must be equal on all ranks is compared once; 0 for
+            never.
+        quiet: do not log what "auto" chose; it is in `choice`.
+
+    Attributes:
+        module: the module.
+        world: the ranks.
+        choice: the reducer, and why it was chosen.
+        overlap: whether gradients are reduced while backward still runs.
 
     Raises:
         MpidpError: no trainable parameter; sparse gradients; parameters off `world.device`.
@@ -162,7 +177,7 @@ class DataParallel(nn.Module):
         self._statistics = Statistics(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward."""
+        """Calls the module, with the same arguments and result."""
         if torch.is_grad_enabled():
             status.enter("forward")
             if any(parameter.requires_grad for parameter in self._sync.frozen):
@@ -183,11 +198,11 @@ class DataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes that end inside this block only accumulate; the next one outside reduces the whole sum.
+        """A context manager: backward passes inside it only accumulate; the next one outside reduces the whole sum.
 
-        It is where `backward()` runs that counts, not where `forward` did. An optimizer step that finds gradients
+        What counts is where `backward()` runs, not where `forward` did. An optimizer step that finds gradients
         accumulated but not reduced reduces them first, so an accumulation cut short by the end of an epoch is right.
-        (Whoever clips in between calls `synchronize()` before.)
+        To clip them in between, call `synchronize()` before.
         """
         before = self._sync.reduces
         self._sync.reduces = False
@@ -201,28 +216,40 @@ class DataParallel(nn.Module):
 
         Gradients that were put into `p.grad` as other tensors, such as those of `torch.autograd.grad`, are reduced,
         too.
+
+        Raises:
+            MismatchError: on all ranks, they are not at the same step or batch, or have diverged.
         """
         if not self._sync.is_complete:
             self._sync.reduce()
 
     def fail(self, error: Exception) -> NoReturn:
-        """Takes part in this step without gradients, so that nobody waits, and raises the error. Collective.
+        """Raises an error of this rank on all ranks, in the place of this step. Collective.
 
-        The other ranks, which call `backward()` for this step, raise the same there. Nothing has changed the model
-        then: whoever catches it on all ranks may go on, or save.
+        The other ranks raise it in their `backward()` of this step. The model is unchanged then, so a program that
+        catches the error on all ranks may go on, or save.
 
         With layers of `SyncBatchNorm` they raise it when they call the model. Once this rank has called it itself, they
         may be in any of its layers: then the error is raised here alone, which ends the job unless it is caught.
+
+        Args:
+            error: why this rank has no gradients in this step.
+
+        Raises:
+            Exception: always, `error`.
         """
         self._sync.lockstep.fail(error)
         self._sync.reduce(error)
         raise AssertionError("an error was shared and not raised") from error
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """The batches of a loader; when one rank cannot have its own, all ranks raise why, in that step.
+        """Yields the batches of a loader; if it fails on one rank, all ranks raise the error, in that step.
 
-        Without it, such a rank ends the job: the others are on their way into the reduction. Every rank must take the
-        same number of batches, and call `backward()` once for each.
+        Without it, such a rank ends the job, as the others wait for it in the reduction. Every rank must take the same
+        number of batches, and call `backward()` once for each.
+
+        Args:
+            loader: any iterable, such as an `HDF5Loader`.
 
         Raises:
             Exception: on all ranks, what the loader of the lowest failing rank raised.
@@ -242,10 +269,10 @@ class DataParallel(nn.Module):
             yield batch
 
     def unwrap(self) -> nn.Module:
-        """Takes hooks and buffers away and returns the module, clean, with its gradients its own. Collective.
+        """Removes hooks and buffers, and returns the plain module with its gradients. Collective.
 
         Raises:
-            MismatchError: on all ranks; in the last steps they have come to hold different values.
+            MismatchError: on all ranks, their parameters, buffers or optimizer states have diverged.
         """
         self._sync.close()
         return self.module
@@ -259,11 +286,14 @@ class DataParallel(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Loads a state of the plain module, or of one that torch had wrapped: the same on every rank.
+        """Loads the state of a plain module, or of one in torch's DistributedDataParallel. The same on every rank.
+
+        Returns:
+            What the module's own `load_state_dict` returns: missing and unexpected keys.
 
         Raises:
             CheckpointError: with `strict=False`, nothing of the state was loaded.
-            MpidpError: `assign=True`, which would put other parameters in the place of those that are reduced.
+            MpidpError: `assign=True`, which would replace the parameters that are reduced.
         """
         if assign:
             raise MpidpError(f"load_state_dict(assign=True) replaces the parameters that are reduced. {WRAP_ANEW}")
@@ -271,9 +301,9 @@ class DataParallel(nn.Module):
         return load_plain_state(self.module, state_dict, strict)
 
     def combine_statistics(self) -> None:
-        """Gives all ranks the running statistics of batch norm over the samples of all ranks. Collective.
+        """Sets running statistics of batch norm to those over the samples of all ranks. Collective.
 
-        To be called before a model that was trained is evaluated or saved. The mean of the means and the variance
+        To be called after training, before the model is evaluated or saved. The mean of the means and the variance
         about it are weighted by the numbers of samples that each rank has trained on since the last call. Without
         such layers, or with `SyncBatchNorm` only, nothing happens.
         """
@@ -285,7 +315,7 @@ class DataParallel(nn.Module):
 
     @property
     def num_samples_apart(self) -> int:
-        """On how many samples this rank has trained since running statistics were combined."""
+        """The number of samples this rank has trained on since running statistics were combined."""
         return self._statistics.num_samples
 
     @num_samples_apart.setter
@@ -293,13 +323,13 @@ class DataParallel(nn.Module):
         self._statistics.num_samples = number
 
     def rank_state_dict(self) -> dict[str, Any]:
-        """What only this rank has: the rounding errors of 16-bit communication, and the layout that they belong to."""
+        """Return this rank's own state: rounding errors of 16-bit communication, and the layout they belong to."""
         return {"layout": self._layout(), "residuals": self._sync.residuals.tensors()}
 
     def load_rank_state_dict(self, state: dict[str, Any]) -> bool:
-        """Goes on with another run's rounding errors; False if its layout differs, so that they mean nothing here.
+        """Loads the rounding errors of `rank_state_dict()`; returns False if they belong to another layout.
 
-        To be called before the first backward pass, on every rank.
+        To be called before the first backward pass, on every rank. Not collective.
         """
         if state["layout"] != self._layout():
             return False
@@ -330,7 +360,7 @@ class DataParallel(nn.Module):
         return self._sync.seconds
 
     def _layout(self) -> str:
-        """All that decides how many elements each rank rounds to 16 bits, in words."""
+        """A text of everything that decides which elements each rank rounds to 16 bits."""
         world, buckets = self.world, self.buckets.buckets
         return (
             f"{world.size} ranks on {world.num_nodes} nodes, {self.choice.name}, {self.choice.options}, "

@@ -33,7 +33,7 @@ class StopSignal:
         world: the ranks.
         file: a path that asks to stop when something lies there, looked at by rank 0 once a second; it is removed
             when the ranks agree, so that the next start goes on. None for no file.
-        told: what a former one was told by more ranks, of which some died before all had heard it.
+        told: `told` of a former StopSignal, if some of its ranks have died.
 
     Raises:
         RuntimeError: not made in the main thread.
@@ -48,9 +48,9 @@ class StopSignal:
         self._reason, self._told = "", told
 
     def agreed(self) -> str:
-        """Why all ranks stop now ("SIGTERM", "SIGUSR2", "the file STOP"), or "". Collective; call it once a step.
+        """Return why all ranks stop now ("SIGTERM", "SIGUSR2", "the file STOP"), or "". Collective; once a step.
 
-        What one rank notices is answered at the next call, with several ranks: the question travels meanwhile.
+        With several ranks a request is returned one call later, as the message travels during the step.
         """
         if not self._reason:
             self._reason = _REASONS[self._maximum.exchange(self._own())]
@@ -60,7 +60,7 @@ class StopSignal:
 
     @property
     def told(self) -> str:
-        """Why this rank knows that all are to stop, though others may not have heard yet; or ""."""
+        """Why all ranks will stop, as far as this rank knows, though others may not know yet; or ""."""
         return self._reason or self._told
 
     def exit(self) -> NoReturn:
@@ -69,7 +69,7 @@ class StopSignal:
         leave(self.world, STOPPED_EARLY)
 
     def close(self) -> None:
-        """Gives the communicator back; the signals do again what they did before. Collective."""
+        """Frees the communicator and restores the former signal handlers. Collective."""
         self._maximum.close()
         signals.unwatch()
 

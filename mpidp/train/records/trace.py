@@ -112,7 +112,7 @@ class Trace:
             self._begin()
 
     def step(self) -> None:
-        """A step is over. Collective at the begin and at the end of what is traced; at others it costs nothing."""
+        """Marks the end of a step. Collective at the begin and end of the traced steps; else it costs nothing."""
         self._count += 1
         spans = self.world.status.spans
         if self._clock is not None and spans is not None:
@@ -123,11 +123,11 @@ class Trace:
             self.close()
 
     def restart(self) -> None:
-        """The next step begins now; what lies between, such as an evaluation, belongs to none."""
+        """Marks the begin of the next step after a pause, such as an evaluation, that belongs to no step."""
         self._step_start_ns = time.monotonic_ns()
 
     def close(self) -> None:
-        """Writes what there is, if it was not written yet. Collective."""
+        """Writes the trace of the steps so far, if it is not written yet. Collective."""
         self.steps = 0
         spans, self.world.status.spans = self.world.status.spans, None
         if self._clock is None or spans is None:
@@ -137,9 +137,9 @@ class Trace:
         self._write(spans, first, read_clock(self.world))
 
     def give_up(self) -> None:
-        """Ranks have died, or this one has failed: there will be no trace. Not collective.
+        """Gives up the trace, as ranks have died or this one has failed. Not collective.
 
-        Also where none was begun: the others may have taken one step more or less, and begin and end need all.
+        Also one that has not begun: begin and end need all ranks, and others may be one step ahead or behind.
         """
         if self.steps:
             self.steps = 0

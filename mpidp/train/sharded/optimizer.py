@@ -39,15 +39,15 @@ log = logging.getLogger("mpidp.rank")
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Steps as the optimizer it is given would, with a share of the state on each rank (ZeRO-1). Collective to make.
+    """An optimizer that keeps only a share of its state on each rank (ZeRO-1). Construction is collective.
 
         model = mpidp.DataParallel(model, world)
         optimizer = mpidp.ShardedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), world)
 
-    Clipping, GradScaler and schedulers work as with any optimizer. `step` is collective. Gradients must be equal on
-    all ranks, as `DataParallel` leaves them. The optimizer that was given is part of this one from then on, and must
-    not be used otherwise; its state, if it has any, goes on. One of your own may be given if it does with an element
-    what it would do with it in any other tensor; its class promises that by an attribute `elementwise = True`.
+    It steps as the given optimizer would; clipping, GradScaler and schedulers work as with any optimizer. Gradients
+    must be equal on all ranks, as `DataParallel` leaves them. The given optimizer belongs to this one from then on,
+    with its state, and must not be used otherwise. It may be of a class of your own if it updates each element of a
+    parameter independently of the others; the class says so by an attribute `elementwise = True`.
 
     Args:
         optimizer: over the same parameters on all ranks; not one that mixes elements (LBFGS, Muon, Adafactor) or
@@ -84,12 +84,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def inner(self) -> torch.optim.Optimizer:
-        """The plain optimizer, over this rank's runs of parameters."""
+        """The plain optimizer over this rank's shard of the parameters."""
         return self._shard.inner
 
     @property
     def runs(self) -> list[Run]:
-        """What this rank holds."""
+        """The runs of elements that this rank holds."""
         return list(self._mine)
 
     @overload
@@ -97,14 +97,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Brings this rank's shard up to date and gathers the others'. Collective.
+        """Steps this rank's shard of the parameters and gathers the others'. Collective.
 
-        When a rank died meanwhile, and the others are to go on, it returns with the step taken and the parameters of
-        others missing: the next collective call raises, and `Elastic.restore` makes up for it. So with `Elastic`,
-        whatever reads the parameters (an average of them, a copy to be saved) comes after a collective call.
+        If a rank dies in this call and the others go on, it returns with the step taken, but parameters of other shards
+        not updated: the next collective call raises, and `Elastic.restore` restores them. So with `Elastic`, read the
+        parameters (for an average of them, or a copy to be saved) only after another collective call.
+
+        Args:
+            closure: computes the loss again, as in torch; called once.
+
+        Returns:
+            The loss of `closure`; None without one.
 
         Raises:
-            MpidpError: parameters lie in memory otherwise than before; a gradient is sparse.
+            MpidpError: the memory layout of a parameter has changed; a gradient is sparse.
         """
         loss = None
         if closure is not None:
@@ -121,7 +127,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if not communicators.is_survived(error):
                 raise
             log.info("a rank was lost while parameters were gathered: %s", error)
-            communicators.revoke_all()  # of the others, too, none may wait for this one
+            communicators.revoke_all()  # no other rank may wait for this one either
         return loss
 
     def held_parts(self) -> list[Part]:
@@ -129,7 +135,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._shard.parts()
 
     def collect_parts(self, held: Sequence[Part]) -> None:
-        """Takes its share out of what all ranks held before some were lost, with the parameters' elements. Collective.
+        """Collects this rank's shard, state and parameters, from what the ranks that are left held before. Collective.
 
         Args:
             held: `held_parts()` of this rank's former optimizer. The parameters have this rank's values, of which
@@ -155,10 +161,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return full_state_dict(self.groups_state_dict(), self._parameters, parts)
 
     def state_dict(self) -> dict[str, Any]:
-        """The plain optimizer's, where there is one rank.
+        """Return the plain optimizer's `state_dict`, if there is one rank only.
 
         Raises:
-            MpidpError: there are several, and none has it all.
+            MpidpError: there are several ranks, none of which has the whole state; use `full_state_dict`.
         """
         if self.world.size > 1:
             raise MpidpError(
@@ -168,34 +174,34 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self.full_state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes this rank's share out of the `state_dict` of a plain optimizer. Not collective; to do on every rank."""
+        """Loads this rank's share of the `state_dict` of a plain optimizer. Not collective; call it on every rank."""
         self.load_groups_state_dict(state_dict["param_groups"])
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         whole = [state_dict["state"].get(name, {}) for name in names]
         self._shard.hold(self._mine, [self._cut(whole, run) for run in self._mine])
 
     def groups_state_dict(self) -> list[dict[str, Any]]:
-        """Options of the groups of parameters, the same on all ranks."""
+        """Return the options of the parameter groups, without state; the same on all ranks."""
         groups: list[dict[str, Any]] = super().state_dict()["param_groups"]
         return groups
 
     def load_groups_state_dict(self, groups: list[dict[str, Any]]) -> None:
-        """Takes the options, but no state."""
+        """Loads the options of `groups_state_dict()`, but no state. Not collective."""
         super().load_state_dict({"state": {}, "param_groups": groups})
         self._share_options()  # by which torch decides where a state is to lie
 
     def own_parts(self) -> list[Part]:
-        """The runs of which this rank is the first holder, with their state; over all ranks each element once."""
+        """Return the runs of which this rank is the first holder, with their state: each element on one rank."""
         own = set(self._lists[self.world.rank])
         return [part for part in self._shard.parts() if part[0] in own]
 
     def owns_any(self, rank: int, pieces: Iterable[Piece]) -> bool:
-        """Whether a rank brings any of these pieces of parameters up to date for all."""
+        """Return whether a rank is the first holder of any of these pieces of parameters."""
         pointers = {piece.tensor.data_ptr() for piece in pieces}
         return any(self._shard.flats[run.parameter].data_ptr() in pointers for run in self._lists[rank])
 
     def load_parts(self, parts: Iterable[Part]) -> None:
-        """Takes what this rank holds out of parts that together hold all of that, cut as they may be."""
+        """Loads what this rank holds from parts that together cover it, however they are split."""
         found = by_parameter(parts, run_of)
         self._shard.hold(self._mine, [join(run, found.get(run.parameter, ())) for run in self._mine])
 
@@ -204,13 +210,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         raise MpidpError("a sharded optimizer cannot be copied or pickled: save full_state_dict(), on all ranks")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: give all groups to the plain optimizer."""
+        """Raises `MpidpError`: give all groups to the plain optimizer before it is sharded."""
         if self._is_made:
             raise MpidpError("a sharded optimizer takes no further parameters: give all to the plain one before")
         super().add_param_group(param_group)
 
     def close(self) -> None:
-        """Gives shared memory back. Collective."""
+        """Frees the shared memory. Collective."""
         self._channel.close()
 
     def _deal(self) -> None:
