@@ -48,7 +48,7 @@ def find(key: str, name: str, built_in: Mapping[str, str]) -> Callable[..., Any]
     module_name, function_name = place.split(":", 1)
     is_own = name not in built_in
     if is_own and not sys.flags.safe_path and "" not in sys.path:
-        sys.path.insert(0, "")  # a console script, unlike `python -m`, does not look into the current folder
+        sys.path.insert(0, "")  # a console script, unlike `python -m`, does not search the current folder
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # whatever the user's module raises while it is imported
@@ -69,7 +69,7 @@ def find(key: str, name: str, built_in: Mapping[str, str]) -> Callable[..., Any]
 
 
 def _places() -> str:
-    """Where Python looks for modules, in words."""
+    """A text that says where Python looks for modules."""
     if sys.flags.safe_path:
         return "where Python finds packages, not in the current folder (python -P, or PYTHONSAFEPATH is set)"
     return "in the current folder and where Python finds packages"
@@ -88,7 +88,7 @@ def call(key: str, function: Callable[..., Any], *args: Any, **arguments: Any) -
 
 
 def _takes(function: Callable[..., Any], args: tuple[Any, ...], arguments: Mapping[str, Any]) -> bool:
-    """Whether the function's signature has room for these arguments; False where it has no signature to look at."""
+    """Whether the function's signature accepts these arguments; False if it has no signature."""
     try:
         inspect.signature(function).bind(*args, **arguments)
     except (TypeError, ValueError):
@@ -118,7 +118,8 @@ def build_optimizer(section: OptimizerSection, model: nn.Module) -> torch.optim.
     """A class of torch.optim by name, or the user's own, over the model's trainable parameters.
 
     Raises:
-        ConfigError: it cannot be found, refuses its arguments, or needs what the training loop does not give.
+        ConfigError: it cannot be found, does not accept its arguments, or needs what the training loop does not
+            provide.
     """
     built_in = _classes(torch.optim, torch.optim.Optimizer)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -268,9 +269,9 @@ def _field_spec(name: str, data: DataSection) -> FieldSpec:
 
 
 def wrap_model(module: torch.nn.Module, world: World, config: RunConfig) -> DataParallel:
-    """The model as the run file wants its gradients reduced. Collective."""
+    """Wraps the model in `DataParallel` with the settings of the run file. Collective."""
     section = config.reduce
-    from mpidp.train.data_parallel import DataParallel  # which loads MPI, and planning a run must not
+    from mpidp.train.data_parallel import DataParallel  # imports MPI, which planning a run must not
 
     return DataParallel(
         module,

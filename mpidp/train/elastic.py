@@ -37,8 +37,8 @@ log = logging.getLogger("mpidp.rank")
 class Elastic:
     """Lets training go on when ranks die. To be made right after `mpidp.init()`; collective.
 
-    In a loop of your own, all that depends on the ranks is made in a function that is called once more, with a World of
-    those that are left, when some died:
+    In a loop of your own, make everything that depends on the ranks in a function. When ranks die, it is called again,
+    with a World of those that are left:
 
         elastic = mpidp.Elastic(mpidp.init())
 
@@ -101,8 +101,7 @@ class Elastic:
         """Calls `train` until it ends without the loss of a rank; returns what it returns. Collective.
 
         Args:
-            train: makes what it needs, goes on from what `restore` gives back, and trains to the end. What it made must
-                not be held elsewhere.
+            train: makes what it needs, calls `restore`, and trains to the end. Nothing else may hold what it made.
 
         Raises:
             LaunchError: on all ranks, fewer than `min_ranks` are left.
@@ -117,11 +116,11 @@ class Elastic:
             self._shrink()
 
     def restore(self, state: TrainState) -> bool:
-        """Goes on with what was just made, from the last step before ranks were lost. Collective.
+        """Loads the state of the last step before ranks were lost into new objects. Collective.
 
-        Called once in each call of `train`, when all is made and before anything is trained. On the first one it
-        changes nothing: a checkpoint is loaded before. Running statistics of batch norm are combined over the ranks
-        that are left.
+        To be called once in each call of `train`, after everything is made and before the first step. In the first
+        call it changes nothing; load a checkpoint, if any, before it. Running statistics of batch norm are combined
+        over the ranks that are left.
 
         Returns:
             Whether ranks were lost.
@@ -137,12 +136,12 @@ class Elastic:
         return self.lost_ranks is not None
 
     def agree(self) -> None:
-        """Returns when all ranks came here alive: the step may be taken. Collective.
+        """Returns when all ranks are here: the step may be taken. Collective.
 
-        What the loader has handed out is done from now on.
+        Samples that the loader has handed out count as trained on from now on.
 
         Raises:
-            mpi4py.MPI.Exception: a rank has died; to be left to `run`.
+            mpi4py.MPI.Exception: a rank has died; do not catch it, `run` does.
         """
         if self.is_on:
             self._ranks.agree()
@@ -151,13 +150,13 @@ class Elastic:
             self._lost, self._lost_at = [], 0.0
 
     def _shrink(self) -> None:
-        """A World of those that are left; what was made with the one before is dropped. Collective."""
+        """Makes a World of the ranks that are left, and drops what was made with the former one. Collective."""
         self._lost_at = self._lost_at or time.perf_counter()
         if self._held is None:
             assert self._state is not None and self._agreed is not None
             self._held = _Held.of(self._state, self._agreed)
         self._state = None
-        gc.collect()  # threads and hooks of what was dropped end now
+        gc.collect()  # ends threads and hooks of what was dropped
         self._lost += self._ranks.shrink()
         self.world = self._ranks.world
         if self.world.size < self.min_ranks:
@@ -168,7 +167,7 @@ class Elastic:
             raise few
 
     def _tell(self) -> None:
-        """All ranks have the state again. Collective."""
+        """Records that all ranks have the state again. Collective."""
         self.world.comm.Barrier()
         self.lost_ranks = LostRanks(tuple(self._lost), self.world.size, time.perf_counter() - self._lost_at)
         log.info("%s; this is rank %d now", self.lost_ranks, self.world.rank)
@@ -177,7 +176,7 @@ class Elastic:
 
 @dataclass(frozen=True)
 class _Agreed:
-    """What a step changes before all have agreed to take it, as it was when they last did."""
+    """The state that a step changes before all ranks agree to take it, as it was at the last agreement."""
 
     buffers: dict[str, Tensor]
     num_samples_apart: int
@@ -196,9 +195,9 @@ class _Held:
     """What a rank holds of the state of training while ranks are lost; tensors are not copied.
 
     Attributes:
-        saved: the state's `shared_state()`; with a sharded optimizer, elements of the model of other ranks may be old.
-        num_samples_apart: on how many samples this rank's running statistics of batch norm are its own.
-        parts: of a sharded optimizer, what this rank holds.
+        saved: the state's `shared_state()`; with a sharded optimizer, parameters of other ranks' shards may be old.
+        num_samples_apart: number of samples since running statistics of batch norm were combined.
+        parts: this rank's part of a sharded optimizer.
     """
 
     saved: dict[str, Any]
@@ -220,9 +219,9 @@ class _Held:
         return _Held(saved, agreed.num_samples_apart, parts)
 
     def restored_to(self, state: TrainState) -> "_Held":
-        """Gives a state that was just made these values; returns what to hold until all have taken a step. Collective.
+        """Loads these values into a new state; returns what to hold until all have taken a step. Collective.
 
-        Another rank may die meanwhile, and with it its part of what others hold already: so all is held.
+        Another rank may die meanwhile, and with it parts that others had passed on to it: so everything is held.
         """
         world = state.world
         steps: list[int] = world.comm.allgather(self.saved["step"])

@@ -1,6 +1,6 @@
 """The forward pass and the loss of a run on a batch, with one-line errors for inputs that they do not accept.
 
-Where code of the user's own is on the way, its traceback is wanted: the error goes its way, with that line as a note.
+If the error passed through the user's own code, its traceback is needed: then it is raised with that line as a note.
 """
 
 import json
@@ -22,13 +22,13 @@ from mpidp.world import communicators
 from mpidp.world.exit import MEMORY_ADVICE, is_out_of_memory
 from mpidp.world.status import status
 
-# Whose code refuses what it is given, of all that lies below the trainer. The rest of this package raises its own.
+# Modules below the trainer whose errors are explained; the rest of this package raises errors of its own.
 _REFUSES = ("torch", "mpidp.models", "mpidp.train.built_in")
 _OF_TORCH = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
 
 
 class Forward:
-    """What the model and the loss of a run make of a batch.
+    """Computes the model's output and the loss of a run for a batch.
 
     Args:
         config: the run.
@@ -80,7 +80,7 @@ def explain(
         output: what the model returned; None if it raised.
 
     Returns:
-        None where `error` should go its own way, which may have a note by now.
+        None if `error` itself should be raised; it may have got a note.
     """
     if getattr(error, SHARED_MARK, False) or communicators.is_survived(error):
         return None
@@ -146,14 +146,14 @@ def _described(value: Any) -> str:
         return f"of type {type(value).__name__}"
     text = f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     whole = not (value.is_floating_point() or value.is_complex())
-    # A failed kernel of a GPU leaves nothing that could be asked for its values.
+    # After a failed kernel of a GPU no tensor there can be read.
     if whole and value.numel() and value.device.type == "cpu":
         text += f" from {int(value.min())} to {int(value.max())}"
     return text
 
 
 def _advice(error: Exception, config: RunConfig, fields: dict[str, Tensor], field: str) -> str:
-    """What to write in the run file; every message of torch that is about a dtype speaks of a type."""
+    """What to write in the run file; torch's messages about dtypes contain the word type."""
     if field not in config.data.fields:
         return f'The transform {config.data.transform} makes "{field}": change it there.'
     if "type" not in str(error):

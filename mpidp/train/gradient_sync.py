@@ -20,19 +20,19 @@ from mpidp.world.world import World
 
 
 class GradientSync(Reduction):
-    """Reduces the gradients of a module, and sees to it that optimizers step reduced ones. Collective to make.
+    """Reduces the gradients of a module, and makes sure that optimizers step reduced ones. Construction is collective.
 
     Attributes:
         frozen: parameters that took no gradients when the buckets were made.
-        lockstep: has ranks run layers of SyncBatchNorm together.
-        trouble: what this rank met in its last forward or backward pass and went on after, for messages.
+        lockstep: compares the ranks' calls before layers of SyncBatchNorm wait for each other.
+        trouble: an error of this rank's last forward or backward pass that the program caught, for messages.
         steps_taken: by the optimizer that holds the first trainable parameter.
         replicas: compares what must be equal on all ranks, a part at each step.
 
     Args:
         module: the model.
         world, choice, bucket_bytes, overlap, check_finite: as of `Reduction`.
-        compare_steps: in how many steps all that must be equal is compared once; 0 for never.
+        compare_steps: number of steps in which everything that must be equal is compared once; 0 for never.
     """
 
     frozen: list[nn.Parameter]
@@ -64,16 +64,16 @@ class GradientSync(Reduction):
         watch_steps(self)
 
     def watch_output(self, output: Any) -> None:
-        """The module gave this output: backward will enter there."""
+        """Watches an output of the module, where backward will enter it."""
         if self._first_step < 0:
             self._first_step = status.step
         self.hooks.watch_output(output)
 
     def close(self) -> None:
-        """Takes hooks and buffers away. Collective.
+        """Removes hooks and buffers. Collective.
 
         Raises:
-            MismatchError: on all ranks; in the last steps they have come to hold different values.
+            MismatchError: on all ranks, their values have diverged.
         """
         unwatch_steps(self)
         self.replicas.close()
@@ -81,7 +81,7 @@ class GradientSync(Reduction):
         self._free_topology()
 
     def restart(self) -> None:
-        """Takes in parameters that were frozen at the start and are trained from now on. Collective."""
+        """Makes the buckets anew, with parameters that were frozen before and are trained now. Collective."""
         check_same(self.world, module_signature(self._module), "the models (after a change of requires_grad)")
         self.stop()
         self._start()
@@ -95,7 +95,7 @@ class GradientSync(Reduction):
         self._reductions += 1
         status.batch = NO_BATCH
         if not self.finish(failure, place.numbers()):
-            self._steps = self._reductions = self.dropped = 0  # whoever catches it on all ranks may go on
+            self._steps = self._reductions = self.dropped = 0  # a program that catches it on all ranks may go on
             raise_different(self.world, place, learning_rates(self._optimizers), self.trouble)
         self._step_check.reduced()
         self.trouble = ""
@@ -103,14 +103,14 @@ class GradientSync(Reduction):
             self.replicas.check()
 
     def end_pass(self, task: int) -> None:
-        """A backward pass is over. Collective, if it is reduced."""
+        """Ends a backward pass. Collective, if it is reduced."""
         self.lockstep.after_backward()
         super().end_pass(task)
         if self.pending:
             self._step_check.accumulated()
 
     def fail_pass(self) -> None:
-        """A backward pass raised: whoever catches that must find a wrapper at rest."""
+        """Ends a backward pass that raised, so that training can go on if the program catches the error."""
         self.lockstep.after_backward()
         self.trouble = "an exception in backward (often out of memory)"
         super().fail_pass()
@@ -118,7 +118,7 @@ class GradientSync(Reduction):
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
-        """Sees to it that the gradients that an optimizer, anybody's, is about to step are reduced. Collective.
+        """Makes sure that the gradients that any optimizer is about to step are reduced. Collective.
 
         Returns:
             The arguments of the step, with a closure that returns the mean of the ranks' losses in place of one that
@@ -156,7 +156,7 @@ class GradientSync(Reduction):
         return True
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer stepped: a step is over when the one that holds the first parameter did so."""
+        """Counts a step when the optimizer that holds the first parameter has stepped."""
         if self._step_check.holds_any(optimizer):
             self._steps += 1
             self._reductions = 0

@@ -1,8 +1,8 @@
 """Hooks before and after optimizer steps, and the check that the stepped gradients are reduced.
 
-Only gradients in their buckets that were reduced since they were accumulated may be. Torch calls such hooks for all
-optimizers of the process. GradScaler has no hook, and decides by each rank's own gradients whether to step: it is made
-to have them reduced first.
+An optimizer may step gradients that are in their buckets and were reduced after they were accumulated. Torch calls such
+hooks for all optimizers of the process. GradScaler has no hook, and decides by each rank's own gradients whether to
+step: it is patched to have them reduced first.
 """
 
 import functools
@@ -31,16 +31,16 @@ WRAP_ANEW = (
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
-    """All that it holds."""
+    """All parameters that it holds."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 class StepCheck:
-    """Looks at the gradients of a wrapped module before an optimizer steps. Not collective; tells, and reduces nothing.
+    """Checks the gradients of a wrapped module before an optimizer steps. Not collective; reduces nothing.
 
-    A gradient is known by its memory: the same tensor object may point to other memory (`p.grad.data = ...`), and
-    another object to the bucket. What happened in between is known by the buckets' version counters, which torch
-    raises at each change in place.
+    A gradient is identified by its memory: the same tensor object may refer to other memory (`p.grad.data = ...`), and
+    another object to the bucket. Changes in between are found by the buckets' version counters, which torch
+    increases at each change in place.
 
     Args:
         module: the wrapped module.
@@ -78,11 +78,11 @@ class StepCheck:
         return any(id(parameter) in self._index for parameter in parameters_of(optimizer))
 
     def elsewhere(self, numbers: Sequence[int]) -> list[int]:
-        """Those of these parameters whose gradients do not lie in their buckets."""
+        """The parameters among these whose gradients are not in their buckets."""
         return [index for index in numbers if not self._buckets.is_in_bucket(index)]
 
     def was_set_by_hand(self, optimizer: torch.optim.Optimizer, elsewhere: Sequence[int]) -> bool:
-        """Whether there are gradients that came by no backward pass since this optimizer stepped last."""
+        """Whether there are gradients that no backward pass has written since this optimizer last stepped."""
         if self._has_reduced and optimizer not in self._stepped:
             return False
         return bool(elsewhere) or (bool(self._versions) and self._versions != self._present())
@@ -97,17 +97,17 @@ class StepCheck:
             )
 
     def accumulated(self) -> None:
-        """A backward pass is over that was not reduced."""
+        """Records the end of a backward pass that was not reduced."""
         self._versions = self._present()
 
     def reduced(self) -> None:
-        """All gradients are the mean over ranks."""
+        """Records that all gradients are the mean over ranks."""
         self._has_reduced = True
         self._stepped.clear()
         self._versions = self._present()
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer that holds some parameter of the module has stepped."""
+        """Records that an optimizer that holds some parameter of the module has stepped."""
         self._stepped.add(optimizer)
         self._versions = self._present()
 
@@ -134,13 +134,13 @@ _syncs: list[weakref.ref["GradientSync"]] = []  # in the order in which they wer
 
 
 def watch_steps(sync: "GradientSync") -> None:
-    """Has it called before and after each step of any optimizer, as long as somebody holds it."""
+    """Has it called before and after each step of any optimizer, as long as it is referenced."""
     _install()
     _syncs.append(weakref.ref(sync, _syncs.remove))
 
 
 def unwatch_steps(sync: "GradientSync") -> None:
-    """Ends it."""
+    """Ends the calls."""
     _syncs[:] = [each for each in _syncs if each() is not sync]
 
 
@@ -189,7 +189,7 @@ def mean_loss(world: World, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ar
 
 @functools.cache
 def _install() -> None:
-    """Puts the hooks in place, once, and changes torch's GradScaler; docs/decisions/0017 says why."""
+    """Installs the hooks, once, and patches torch's GradScaler; docs/decisions/0017 says why."""
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_after)
     plain = GradScaler._unscale_grads_  # all ways of unscaling and looking for infinities come here

@@ -1,8 +1,8 @@
 """Comparison of parameters, buffers and optimizer state between ranks, a part of them at each step.
 
-Habits of a script make copies of a model differ, and so do faults of memory; a copy that differs spoils the gradients
-of all from then on, and no loss curve tells. So at each step a part of everything is summed up, bit by bit, and the
-sums are compared, in messages that travel during the next step.
+Errors of a script make the copies of a model diverge, and so do faults of memory; a copy that differs makes the
+gradients of all ranks wrong from then on, which no loss curve shows. So at each step checksums of a part of everything
+are compared, in messages that travel during the next step.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ from mpidp.world.collectives import DelayedEquality
 from mpidp.world.world import World
 
 EVERY_STEPS = 100
-# Of less, all is compared more often than asked: calls cost more than bytes there.
+# Less data than this a step is not worth a call: then everything is compared more often than asked for.
 LEAST_PART_BYTES = 1 << 20
 SMALL_EVERY_STEPS = 10
 CAUSES = (
@@ -37,9 +37,9 @@ class ReplicaCheck:
 
     Args:
         world: the ranks.
-        tensors: gives what must be equal, by name; called now and then, as optimizers make their state when they
-            need it.
-        every_steps: in how many steps everything is compared once; 0 for never.
+        tensors: returns the tensors that must be equal, by name; called repeatedly, as optimizers make their state
+            late.
+        every_steps: number of steps in which everything is compared once; 0 for never.
     """
 
     def __init__(self, world: World, tensors: Callable[[], dict[str, Tensor]], every_steps: int):
@@ -54,7 +54,7 @@ class ReplicaCheck:
         self._given: tuple[int, list[Piece]] = 0, []
 
     def check(self) -> None:
-        """Compares what was summed up at the steps before, and sums up the next part. Collective; seldom waits.
+        """Compares the checksums of the steps before, and computes those of the next part. Collective; rarely waits.
 
         Raises:
             MismatchError: on all ranks; names the ranks that differ from the others and the first tensor that does.
@@ -65,7 +65,7 @@ class ReplicaCheck:
         place = self._step % self._interval
         if place == 0 or self._step == 1:  # the first step makes the optimizer's state
             self._cut()
-        # The first part at the first step: what is wrong from the start is said at once.
+        # The first part at the first step: so what differs from the start is reported at once.
         first, last = (-(-len(self._parts) * (place + shift) // self._interval) - 1 for shift in (0, 1))
         if last > first and self._parts[last]:
             self._summed = self._parts[last]
@@ -74,11 +74,11 @@ class ReplicaCheck:
         self._step += 1
 
     def restart(self) -> None:
-        """Begins with the first part at the next step: something may have changed all of it. Not collective."""
+        """Begins with the first part at the next step, after a change of everything. Not collective."""
         self._step = 0
 
     def close(self) -> None:
-        """Compares what is left and gives the communicator back. Collective.
+        """Compares what is left and frees the communicator. Collective.
 
         Raises:
             MismatchError: as `check` does.
@@ -90,7 +90,7 @@ class ReplicaCheck:
             equality.close()
 
     def _compare(self, equality: DelayedEquality) -> None:
-        """Looks at what was sent before, and sends what was summed up since on its way. Collective."""
+        """Checks the result of the last message, and sends the checksums since. Collective."""
         if equality.differ():
             self._look_closely()
         elif self._sum is not None:
@@ -106,7 +106,7 @@ class ReplicaCheck:
         self._parts = cut(tensors, max(1, min(self._interval, num_bytes // LEAST_PART_BYTES)))
 
     def _look_closely(self) -> None:
-        """Finds out what differs where, and raises. Collective."""
+        """Finds out which tensors differ on which ranks, and raises. Collective."""
         tensors = self._tensors()
         lines = [f"{name}: {tuple(tensor.shape)}, {tensor.dtype}" for name, tensor in tensors.items()]
         check_same(self.world, lines, "parameters, buffers and optimizer state")
@@ -115,7 +115,7 @@ class ReplicaCheck:
         if found:
             text = describe(found[0], tensors[found[0].name], self.world)
             text += f" ({len(found)} of {len(tensors)} tensors differ)"
-        else:  # all is equal again: an optimizer in shards, or the script, gave all ranks what one had
+        else:  # equal again: a sharded optimizer, or the script, has copied one rank's values to all
             value, pieces = self._given
             gathered = [[of_rank] for of_rank in self.world.comm.allgather(value)]
             found = find_diverged([_names(pieces, tensors)], gathered)
@@ -156,7 +156,7 @@ def find_diverged(names: Sequence[str], sums: Sequence[Sequence[int]]) -> list[D
 
 
 def describe(diverged: Diverged, tensor: Tensor, world: World) -> str:
-    """Who differs, and in what. Collective."""
+    """The message that says which ranks differ, and in which tensor. Collective."""
     who = _who(diverged, world)
     if diverged.root is None:
         return f"ranks {who} hold different values, and none of them a majority, first in {diverged.name}"
@@ -169,7 +169,7 @@ def describe(diverged: Diverged, tensor: Tensor, world: World) -> str:
 
 
 def describe_past(diverged: Diverged, world: World) -> str:
-    """Who differed, where that can be looked at no more. Collective."""
+    """The message for ranks that differed and do no longer. Collective."""
     who = _who(diverged, world)
     if diverged.root is None:
         return f"ranks {who} held different values, and none of them a majority, in {diverged.name}"
@@ -182,7 +182,7 @@ def _who(diverged: Diverged, world: World) -> str:
 
 
 def _names(pieces: list[Piece], tensors: dict[str, Tensor]) -> str:
-    """What pieces are of, in words."""
+    """The names of the tensors that the pieces belong to, in words."""
     pointers = {piece.tensor.data_ptr() for piece in pieces}
     names = [name for name, tensor in tensors.items() if tensor.data_ptr() in pointers]
     return f"one of {listed(names)}" if len(names) > 1 else listed(names)

@@ -31,11 +31,11 @@ class Stateful(Protocol):
         """Nested dicts, lists and tuples of tensors, numbers and strings."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Takes what `state_dict` returned."""
+        """Loads what `state_dict` returned."""
 
 
 class TrainState:
-    """Model, optimizer, scheduler, position in the data, random streams and step of a training, as one thing.
+    """The state of a training: model, optimizer, scheduler, position in the data, random streams and step.
 
     What all ranks have in common is `shared_state()`, what only this rank has (random streams, rounding errors of a
     16-bit exchange, its shard of a sharded optimizer) is `rank_state()`; `state_dict()` is both. They are nested dicts,
@@ -47,16 +47,16 @@ class TrainState:
         state.load_state_dict(saved)
 
     Attributes:
-        step: optimizer steps done; whoever trains counts them here.
+        step: optimizer steps done; the training loop counts them here.
 
     Args:
         model: the wrapped model; its `world` is that of the state.
         optimizer: of torch, or a `ShardedOptimizer`.
         loader: the data: an `HDF5Loader`, or the `mpidp.shares` of an ordinary `DataLoader`.
         scheduler: of learning rates, if any.
-        seed: of the random streams, which begin anew, repeatably, on another number of ranks; the loader's by default.
-        others: more that is the same on all ranks, by name, with `state_dict` and `load_state_dict`: a `GradScaler`, an
-            average of the model.
+        seed: of the random streams, which are seeded anew on another number of ranks; the loader's by default.
+        others: further objects with the same state on all ranks, by name, with `state_dict` and `load_state_dict`: a
+            `GradScaler`, an average of the model.
     """
 
     def __init__(
@@ -84,15 +84,15 @@ class TrainState:
         return self.loader.epoch
 
     def seed_streams(self) -> None:
-        """Begins the random streams of this rank anew, from seed, rank and step. Not collective."""
+        """Seeds the random streams of this rank anew, from seed, rank and step. Not collective."""
         seed_streams(self.seed, self.world.rank, self.step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, as this rank has it: `shared_state()`, and in it `rank_state()` as "rank". Not collective."""
+        """Return `shared_state()` with `rank_state()` as its key "rank". Not collective."""
         return {**self.shared_state(), "rank": self.rank_state()}
 
     def shared_state(self) -> dict[str, Any]:
-        """What all ranks have in common. Not collective; batch norm needs `model.combine_statistics()` before."""
+        """Return what all ranks have in common. Not collective; call `model.combine_statistics()` before."""
         state = {
             "classes": self._classes(),
             "model": self.model.state_dict(),
@@ -107,7 +107,7 @@ class TrainState:
         return state
 
     def rank_state(self) -> dict[str, Any]:
-        """What only this rank has. Not collective."""
+        """Return what only this rank has. Not collective."""
         return {
             "rng": capture_streams(self.world.device),
             "reduction": self.model.rank_state_dict(),
@@ -122,17 +122,17 @@ class TrainState:
         source: str = "the state",
         accept_changed: bool = False,
     ) -> None:
-        """Goes on where `state` was taken, on any number of ranks. Collective.
+        """Loads a state, taken on any number of ranks. Collective.
 
-        The same number of ranks continues bit for bit. On another the samples are the same, and random streams begin
-        anew from `seed`; rounding errors of a 16-bit exchange start from nothing, which is said.
+        On the same number of ranks training continues bit for bit. On another the samples are the same, random streams
+        are seeded anew from `seed`, and rounding errors of a 16-bit exchange start from zero, which is logged.
 
         Args:
             state: of `state_dict()`, or of `shared_state()` on any rank.
-            of_rank: gives the `rank_state()` of a rank of then; called for this rank, and for others of which shards of
-                an optimizer are needed. None takes `state["rank"]`.
+            of_rank: returns the `rank_state()` that a rank had; called for this rank, and for others whose shards of an
+                optimizer are needed. None takes `state["rank"]`.
             source: what to call the state in messages.
-            accept_changed: begin the epoch anew where the files hold other data, instead of raising.
+            accept_changed: begin the epoch anew if the data files have changed, instead of raising.
 
         Raises:
             CheckpointError: on all ranks: the state of another model, optimizer or scheduler.
@@ -160,7 +160,7 @@ class TrainState:
 
     def _load_shared(self, state: dict[str, Any], of_rank: OfRank, source: str, accept_changed: bool) -> None:
         _check_model(self.model.state_dict(), state["model"], source)
-        # Torch itself takes the state of one class into another, and fails later or goes on wrongly.
+        # Torch would load the state of one class into another, and fail later or compute wrong results.
         for part, here in self._classes().items():
             if state["classes"][part] != here:
                 raise CheckpointError(
@@ -246,7 +246,7 @@ def capture_streams(device: torch.device) -> dict[str, Any]:
 
 
 def restore_streams(state: dict[str, Any], device: torch.device) -> None:
-    """Puts the streams of this rank back to where `capture_streams` found them."""
+    """Restores the streams of this rank as `capture_streams` found them."""
     torch.set_rng_state(state["torch"])
     kind, keys, position, has_gauss, gauss = state["numpy"]
     numpy.random.set_state((kind, keys.numpy().astype(numpy.uint32), position, has_gauss, gauss))
