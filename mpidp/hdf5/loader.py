@@ -217,7 +217,7 @@ class HDF5Loader(Passes):
         self._end_reading()
 
     def close(self) -> None:
-        """End the pass in progress and all threads, and give back memory and copied files. The position stays.
+        """End the pass in progress and all threads, and free memory and copied files. The position stays.
 
         Not collective. Another pass opens what is needed again in mode "stream"; in the others it is an error.
         """

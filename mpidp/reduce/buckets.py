@@ -1,6 +1,6 @@
 """Flat buffers for gradients: each `p.grad` is a view of a bucket for the whole run.
 
-The layout of the buckets is plain arithmetic; nothing here knows MPI.
+The layout of the buckets is plain arithmetic; nothing here uses MPI.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """One flat buffer of one dtype: the gradients' slots, then one element a slot that says whether it was used."""
+    """The layout of a flat buffer of one dtype: the slots of gradients, then a flag for each slot."""
 
     dtype: torch.dtype
     slots: tuple[Slot, ...]
@@ -44,14 +44,14 @@ class BucketLayout:
 
 
 def bucket_layout(parameters: Sequence[Tensor], bucket_bytes: int) -> list[BucketLayout]:
-    """Deals parameters, in the order given, into buckets of one dtype each. Pure.
+    """Divides parameters, in the order given, into buckets of one dtype each. Pure.
 
     A bucket is closed when the next gradient of its dtype would take it over `bucket_bytes`; a gradient larger than
     that gets a bucket of its own. Buckets come in the order in which they are complete.
 
     Args:
         parameters: in the order in which backward finishes them; only their sizes and dtypes count.
-        bucket_bytes: size aimed at; positive.
+        bucket_bytes: intended size; positive.
 
     Raises:
         ValueError: `bucket_bytes` is not positive.
@@ -97,12 +97,12 @@ class Bucket:
 
 
 class Buckets:
-    """The flat buffers of a model's trainable parameters, and the life of the gradients in them.
+    """The flat buffers of a model's trainable parameters, and the handling of gradients in them.
 
     Args:
         parameters: trainable parameters, each once, in the order in which backward finishes them.
-        bucket_bytes: size aimed at for one bucket.
-        allocate: where the memory of the buckets comes from; called once, for all of them.
+        bucket_bytes: intended size of one bucket.
+        allocate: allocates the memory of the buckets; called once, for all of them.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], bucket_bytes: int, allocate: Allocate = plain_buffers):
@@ -117,24 +117,24 @@ class Buckets:
         # As at the start, the same on all ranks: a rank that changes its own strides must not permute the sum.
         self._shapes = [parameter.shape for parameter in self.parameters]
         self._strides = [torch.empty_like(parameter).stride() for parameter in self.parameters]
-        # The gradients in their buckets, and where that is: whoever assigns `p.grad.data` or calls `module.to` moves
-        # the very tensor that is kept here to other memory.
+        # The gradients in their buckets, and their addresses: an assignment to `p.grad.data` or a call of `module.to`
+        # moves these same tensors to other memory.
         self._views = [self._make_view(index) for index in range(len(self.parameters))]
         self._addresses = [view.data_ptr() for view in self._views]
         # Gradients that had to be copied into their bucket because autograd made a tensor of its own: with
-        # create_graph=True, or when somebody assigned p.grad. Zero in an ordinary loop.
+        # create_graph=True, or when the program assigned p.grad. Zero in an ordinary loop.
         self.copies = 0
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all buffers."""
+        """Bytes of all buffers."""
         return sum(bucket.layout.num_bytes for bucket in self.buckets)
 
     def expect(self, index: int) -> None:
-        """A gradient of parameter `index` is about to be accumulated: make `p.grad` its view, zeroed if it was None.
+        """Makes `p.grad` of parameter `index` its view, zeroed if it was None, before a gradient is accumulated.
 
-        Zeroing here, just before autograd adds to it, finds the memory in the cache for the addition; one pass over
-        the whole buffer beforehand would not.
+        Zeroing it here, just before autograd adds to it, leaves the memory in the cache; one pass over the whole buffer
+        beforehand would not.
         """
         parameter = self.parameters[index]
         if parameter.grad is None:
@@ -161,7 +161,7 @@ class Buckets:
         return gradient is None or gradient.data_ptr() == self._addresses[index]
 
     def take_in(self, index: int) -> None:
-        """Brings a gradient that lies elsewhere into its bucket."""
+        """Copies a gradient that lies elsewhere into its bucket."""
         parameter, view = self.parameters[index], self.view(index)
         assert parameter.grad is not None
         if parameter.grad.data_ptr() != self._addresses[index]:
@@ -172,7 +172,7 @@ class Buckets:
         parameter.grad = view
 
     def pack(self, bucket: Bucket) -> None:
-        """Makes the buffer ready to be summed: unused gradients zero, those that lie elsewhere copied in, flags set."""
+        """Prepares the buffer for the sum: zeroes unused gradients, copies in those that lie elsewhere, sets flags."""
         # Whether there is a gradient now, not whether there was one: zero_grad() may have dropped it since.
         used = [self.parameters[slot.parameter].grad is not None for slot in bucket.layout.slots]
         if all(used):
@@ -187,7 +187,7 @@ class Buckets:
                 self.take_in(slot.parameter)
 
     def unpack(self, bucket: Bucket) -> None:
-        """After the sum: a gradient that only other ranks had appears here; one that no rank had stays None."""
+        """Sets `p.grad` after the sum, also where only other ranks had a gradient; without any it stays None."""
         missing = [i for i, slot in enumerate(bucket.layout.slots) if self.parameters[slot.parameter].grad is None]
         if missing:
             flags = bucket.flags.tolist()  # waits for the device; only where a parameter went unused
@@ -197,7 +197,7 @@ class Buckets:
                     self.parameters[index].grad = self.view(index)
 
     def release(self) -> None:
-        """Gives the parameters gradients of their own, as if the buckets had never been."""
+        """Gives the parameters gradients in memory of their own, as without buckets."""
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is not None and self.is_in_bucket(index):
                 parameter.grad = parameter.grad.clone()

@@ -23,7 +23,7 @@ NOT_SHARED = "memory that ranks share does not survive the death of one, message
 
 @dataclass(frozen=True)
 class Choice:
-    """A reducer, how it is to work, and why it was taken."""
+    """A reducer, its options, and why it was chosen."""
 
     name: str
     options: ReducerOptions
@@ -33,7 +33,7 @@ class Choice:
         return f"{self.name}: {self.reason}"
 
     def make(self, world: World) -> Reducer:
-        """The reducer. Collective."""
+        """Makes the reducer. Collective."""
         return REDUCERS[self.name](world, self.options)
 
 
@@ -60,7 +60,7 @@ def choose(name: str, facts: Facts, options: ReducerOptions) -> Choice:
     Args:
         name: what the user asked for: "auto", or a name in `REDUCERS`.
         facts: of the world.
-        options: how the reducer is to work.
+        options: of the reducer.
 
     Raises:
         LaunchError: an unknown name or comm_dtype, or a reducer that cannot work here.
@@ -93,7 +93,7 @@ def wants_overlap(world: World, choice: Choice) -> bool:
 
 
 def _automatic(facts: Facts, options: ReducerOptions) -> tuple[str, str]:
-    """Name and reason."""
+    """The name of the reducer for "auto", and the reason."""
     if facts.size == 1:
         return "null", "one rank has nothing to reduce"
     if facts.device_type == "cuda":

@@ -1,8 +1,8 @@
 """The mean of 16-bit numbers over ranks by exchange, with float32 sums and error feedback.
 
 MPI has no 16-bit floating-point type, and summing in 16 bits along a ring would round at every hop. So each rank
-becomes the owner of one part: it receives that part from everybody (Alltoall), adds in float32 in the order of ranks,
-divides, rounds once, and everybody collects the results (Allgather). That is as many bytes as a ring moves.
+owns one part: it receives that part from all ranks (Alltoall), adds in float32 in the order of ranks, divides and
+rounds once; then all ranks gather the results (Allgather). A ring would move as many bytes.
 
 A number is rounded to the 16-bit type twice, as a contribution and as the mean, by at most half a unit in the last
 place: the error is at most 2^-7 of the largest contribution for bfloat16 (8 significant bits), 2^-10 for float16 (11;
@@ -10,8 +10,8 @@ and below 6e-5 its steps stay at 2^-24). A contribution in float16 must fit: bey
 it would in a float16 gradient.
 
 Error feedback (Seide et al. 2014, "1-bit stochastic gradient descent"; Karimireddy et al. 2019): each rank keeps the
-difference between what it meant to send and what travelled, and adds it to its next contribution, so that small
-gradients are not lost for ever but delayed.
+difference between its gradient and the rounded one that it sent, and adds it to its next contribution, so that small
+gradients are delayed and not lost.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +46,7 @@ COMM_DTYPES = {"full": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def sent_dtype(gradient: torch.dtype, comm_dtype: str) -> torch.dtype:
-    """What travels for gradients of a (real) dtype. Only float32 is shortened: who takes float64 wants the digits."""
+    """The dtype in which gradients of a (real) dtype are sent. Only float32 is rounded, float64 never."""
     shortened = COMM_DTYPES[comm_dtype]
     return shortened if shortened is not None and gradient == torch.float32 else gradient
 
@@ -60,16 +60,16 @@ class _Scratch:
 
 
 class Exchange:
-    """The mean by exchange. Allocates nothing but requests once a buffer is prepared.
+    """The mean by exchange. Once a buffer is prepared it allocates only requests.
 
     Args:
         comm: the communicator.
-        dtype: torch.float16 or torch.bfloat16, what travels.
+        dtype: torch.float16 or torch.bfloat16, in which numbers are sent.
         piece_bytes: bytes of one Alltoall; the scratch memory is about five times that.
         count: what the sum over all is divided by; more than the size of the communicator when each contribution is
             a sum already.
         across_nodes: keep two pieces under way at once, by non-blocking calls (in host memory only).
-        pause_s: how long to sleep between two looks at the network.
+        pause_s: seconds to sleep between two tests of the messages.
     """
 
     def __init__(
@@ -85,13 +85,13 @@ class Exchange:
         self.dtype = dtype
         self.across_nodes = across_nodes
         self.pause_s = pause_s
-        # A sum must not overflow 16 bits on its way: send each contribution as a mean, and average the means.
+        # A sum must not overflow in 16 bits: each contribution is sent as a mean, and the means are averaged.
         self._scale = comm.size / count
         self._part = max(1, piece_bytes // dtype.itemsize // comm.size)  # elements of one owner's part
         self._device: torch.device | None = None
 
     def prepare(self, flat: Tensor) -> Callable[[], None]:
-        """What replaces a tensor of float32 or of that dtype by its mean, the same bits on all; collective."""
+        """Returns a collective function that replaces a tensor of float32 or that dtype by its mean."""
         self._make_scratch(flat.device)
         parts = [flat[piece] for piece in pieces(flat.numel(), 1, self._part * self.comm.size)]
         return partial(self._mean_in_flight if self.across_nodes and not flat.is_cuda else self._mean, parts)
@@ -107,7 +107,7 @@ class Exchange:
             values.copy_(sent[: values.numel()])
 
     def _mean_in_flight(self, parts: list[Tensor]) -> None:
-        """While the results of one piece are collected, the contributions of the next one travel."""
+        """Gathers the results of one piece while the contributions of the next one are sent."""
         dealing = [self._deal(values, index) for index, values in enumerate(parts[:2])]
         for index, values in enumerate(parts):
             wait(dealing[index], self.pause_s)
@@ -166,7 +166,7 @@ class ErrorFeedback:
 
     Args:
         flat: the buffer.
-        dtype: the 16-bit dtype that travels.
+        dtype: the 16-bit dtype in which it is sent.
         scale: what the buffer is multiplied by before it is rounded.
     """
 
@@ -178,16 +178,16 @@ class ErrorFeedback:
 
     @property
     def error(self) -> Tensor:
-        """What will be added next time, real numbers like the buffer's."""
+        """The errors to be added next time, real numbers like the buffer's."""
         return self._error
 
     def compensate(self) -> None:
-        """Adds the last error to the buffer, in place, and remembers the error that rounding it now will make."""
+        """Adds the last error to the buffer, in place, and stores the error that rounding it now will make."""
         self._flat.add_(self._error)
         torch.mul(self._flat, self._scale, out=self._error)
         self._error.copy_(self._rounded.copy_(self._error)).div_(self._scale)
         torch.sub(self._flat, self._error, out=self._error)
-        # What overflowed is gone: an infinite error would be added for ever.
+        # Where it overflowed the error is dropped: an infinite one would be added for ever.
         self._error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
@@ -199,10 +199,10 @@ class Residuals:
 
     def __init__(self) -> None:
         self._feedbacks: list[ErrorFeedback] = []
-        self._waiting: list[Tensor] = []  # loaded, for buffers that are yet to come
+        self._waiting: list[Tensor] = []  # loaded, for buffers that are not registered yet
 
     def add(self, feedback: ErrorFeedback) -> None:
-        """Takes in the next buffer, and gives it what was loaded for it."""
+        """Registers the next buffer, and gives it the errors loaded for it."""
         self._feedbacks.append(feedback)
         if self._waiting:
             feedback.error.copy_(self._waiting.pop(0))
@@ -212,6 +212,6 @@ class Residuals:
         return [feedback.error for feedback in self._feedbacks] + self._waiting
 
     def load(self, errors: Sequence[Tensor]) -> None:
-        """Goes on with errors that `tensors` gave in a run of the same layout; before the first reduction."""
+        """Loads errors that `tensors` returned in a run of the same layout; to be called before the first reduction."""
         assert not self._feedbacks
         self._waiting = list(errors)

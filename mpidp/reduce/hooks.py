@@ -1,6 +1,6 @@
 """Autograd hooks that tell a reduction when a gradient is ready, and when a backward pass is over.
 
-Autograd holds them where the garbage collector does not look, so they hold the reduction weakly.
+Autograd holds them where the garbage collector cannot see them, so they refer to the reduction weakly.
 """
 
 import weakref
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 class Hooks:
-    """The hooks on a model's parameters and outputs, and the backward pass that is under way, if any.
+    """The hooks on a model's parameters and outputs, and the running backward pass, if any.
 
     `torch.autograd.grad`, which accumulates nothing, is not reported. Of nested passes (reentrant activation
     checkpointing) only the end of the outer one is, and only what it accumulates itself is ever ready before its end.
 
     Args:
-        parameters: what to watch.
-        reduction: whose `begin_pass`, `expect`, `ready`, `end_pass` and `fail_pass` are called.
-        tell_ready: whether `ready` is wanted; it costs a call for each parameter in each pass.
+        parameters: those to watch.
+        reduction: its `begin_pass`, `expect`, `ready`, `end_pass` and `fail_pass` are called.
+        tell_ready: whether to call `ready`, once for each parameter in each pass.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], reduction: "Reduction", tell_ready: bool):
@@ -46,13 +46,13 @@ class Hooks:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
 
     def watch_output(self, output: Any) -> None:
-        """Asks to be called when backward enters the module, so that of nested passes the outer one is known."""
+        """Adds hooks where backward will enter the module, so that of nested passes the outer one is known."""
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 leaf.grad_fn.register_prehook(_weak(Hooks._enter, self))
 
     def remove(self) -> None:
-        """Takes all hooks away."""
+        """Removes all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -61,7 +61,7 @@ class Hooks:
 
     @property
     def is_in_pass(self) -> bool:
-        """Whether a backward pass is under way that came to a parameter."""
+        """Whether a backward pass is running that has reached a parameter."""
         running = self.running()
         return running is not None and running.came_to_parameter
 
@@ -71,22 +71,23 @@ class Hooks:
         return any(parameter.requires_grad for parameter in self._parameters)
 
     def running(self) -> "_Pass | None":
-        """The pass that is waited for; None when there is none, or it failed and autograd has forgotten it."""
+        """The running pass; None when there is none, or it failed and autograd has dropped it."""
         return self._pass() if self._pass else None
 
     def forget(self) -> None:
-        """The pass that was waited for is over."""
+        """Ends the running pass."""
         self._pass = None
 
     def _enter(self, gradients: Any = None) -> None:
-        """A backward pass has come to an output, or, without gradients, to a parameter without passing an output."""
+        """Begins a pass: backward has reached an output, or a parameter without passing an output."""
         task = torch._C._current_graph_task_id()
         running = self.running()
         if running is None or running.task != task:
             status.enter("backward")
             end = _Pass(self, task, None if gradients is None else torch._C._current_autograd_node())
             self._pass = weakref.ref(end)
-            # Torch's own DDP and FSDP end their backward passes by this door, too; there is no public one.
+            # Not public, but torch's own DDP and FSDP use it for the end of their backward passes; there is no other
+            # way.
             torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _before_accumulation(self, gradients: tuple[Tensor | None, ...], index: int) -> None:
@@ -103,14 +104,14 @@ class Hooks:
             reduction.expect(index)
 
     def _after_accumulation(self, parameter: Tensor, index: int) -> None:
-        """Runs for parameters whose gradient is None, too."""
+        """Also called for parameters whose gradient is None."""
         running, reduction = self.running(), self.reduction()
         if running is not None and reduction is not None and running.task == torch._C._current_graph_task_id():
             reduction.ready(index, running.task)
 
 
 class _Pass:
-    """A backward pass. Autograd alone keeps it, as long as it runs, and calls it at the end."""
+    """A backward pass. Only autograd holds a reference, as long as it runs, and calls it at the end."""
 
     def __init__(self, hooks: Hooks, task: int, output: Node | None):
         self._hooks = hooks

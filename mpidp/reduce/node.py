@@ -1,7 +1,7 @@
 """The reducer `node`: sums in memory that the ranks of a node share, and slice by slice across nodes.
 
-On a node nothing is sent. Each rank adds its own slice straight out of the segments of all ranks and writes the mean
-back to all of them: every byte is read once and written once, which is what copying costs.
+On a node nothing is sent. Each rank adds its own slice of the segments of all ranks and writes the mean back to all of
+them: every byte is read once and written once, which costs as much as a copy.
 
 Across nodes the slice of local rank i is reduced with the slices of the ranks i of the other nodes, on a
 communicator of their own, so that all cores and network ports work at once.
@@ -30,7 +30,7 @@ SMALL_BYTES = 128 << 10
 
 
 class NodeMean:
-    """A window of the node and the sums in it. Construction is collective.
+    """Means in a shared-memory window of the node. Construction is collective.
 
     Attributes:
         own: this rank's segment, uint8.
@@ -39,7 +39,7 @@ class NodeMean:
         world: the ranks.
         options: piece size, comm_dtype, error feedback of what crosses the network.
         num_bytes: size of a segment, the same on every rank.
-        block_bytes: how much is added at a time.
+        block_bytes: bytes that are added at a time.
     """
 
     def __init__(self, world: World, options: ReducerOptions, num_bytes: int, block_bytes: int = BLOCK_BYTES):
@@ -53,7 +53,7 @@ class NodeMean:
         if self._several_nodes and topology.cross_comm is not None:
             self._across_sums = Transport(topology.cross_comm, options, world.size, across_nodes=True)
             self._across_means = Transport(topology.cross_comm, options, topology.num_nodes, across_nodes=True)
-        # What makes a node's sum its share of the mean over nodes, with few or many ranks a node.
+        # The factor from a node's sum to its share of the mean over nodes, whose numbers of ranks may differ.
         self._share = topology.num_nodes / world.size
         self._window = SharedWindow(topology.node_comm, num_bytes)
         self.own = self._window.segments[self._local_rank]
@@ -62,7 +62,7 @@ class NodeMean:
         """Replaces `numel` real numbers from byte `start` of every segment by their mean over ranks. Collective."""
         stop = start + numel * dtype.itemsize
         flats = [segment[start:stop].view(dtype) for segment in self._window.segments]
-        self._window.synchronize(self._pause_s)  # what all ranks of the node wrote is there
+        self._window.synchronize(self._pause_s)  # now the writes of all ranks of the node are visible
         if self._local_rank < self._num_slices:
             first, last = self._slice(numel, dtype.itemsize)
             if first < last:
@@ -70,7 +70,7 @@ class NodeMean:
         self._window.synchronize(self._pause_s)  # all slices are written
 
     def close(self) -> None:
-        """Lets go of the window. Not collective."""
+        """Drops the window. Not collective."""
         self._window.free()
 
     def _slice(self, numel: int, itemsize: int) -> tuple[int, int]:
@@ -117,7 +117,7 @@ def _hand_out(parts: list[Tensor]) -> None:
 
 
 def make_node_mean(world: World, options: ReducerOptions, num_bytes: int) -> NodeMean | None:
-    """A NodeMean on every rank; None on all where some node cannot have its window, which it says. Collective."""
+    """A NodeMean on every rank; None on all if some node cannot share memory, which is logged. Collective."""
     made: NodeMean | None = None
     try:
         made = NodeMean(world, options, num_bytes)
@@ -147,7 +147,7 @@ class NodeReducer(Reducer):
         self._starts: dict[int, int] = {}  # address of a bucket to be summed in shared memory -> its start there
 
     def allocate(self, layouts: Sequence[BucketLayout], device: torch.device) -> list[Tensor]:
-        """One window for all buckets. Collective. Plain memory where there is nobody to share it with, or no room."""
+        """One window for all buckets. Collective. Plain memory with one rank a node, or if memory cannot be shared."""
         starts, num_bytes = _place(layouts)
         if self._options.share_memory and self._world.topology.max_local_size > 1 and device.type == "cpu" and layouts:
             self._shared = make_node_mean(self._world, self._options, num_bytes)
@@ -165,7 +165,7 @@ class NodeReducer(Reducer):
         return flats
 
     def close(self) -> None:
-        """Lets go of the window. Not collective."""
+        """Drops the window. Not collective."""
         if self._shared is not None:
             self._calls.clear()
             self._shared.close()

@@ -1,7 +1,7 @@
 """A thread that reduces buckets while the backward pass goes on.
 
-It makes the calls on communicators of its own. Non-blocking collectives of the training thread would not help: they
-progress only when somebody calls MPI.
+It uses communicators of its own. Non-blocking collectives of the training thread would not help: they progress only
+while a thread is in a call of MPI.
 """
 
 import queue
@@ -21,10 +21,11 @@ Job = tuple[Bucket, torch.cuda.Event | None]
 
 
 class Overlap:
-    """The helper thread. It ends by `close`, or when nobody holds this object any more.
+    """The helper thread. It ends by `close`, or when there is no reference to this object any more.
 
     Args:
-        reduce: a method that packs, reduces and unpacks one bucket; called in the thread, its object held weakly.
+        reduce: a method that packs, reduces and unpacks one bucket; called in the thread; its object is referred to
+            weakly.
         device: where the buckets are.
     """
 
@@ -34,7 +35,7 @@ class Overlap:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._jobs: queue.Queue[Job | None] = queue.Queue()
-        # A running thread keeps what it holds: it must not hold this object, nor the one whose method it calls.
+        # The running thread must refer neither to this object nor to the one whose method it calls: both would stay.
         self._errors: list[BaseException] = []
         given = (self._jobs, self._errors, weakref.WeakMethod(reduce), device, self._stream)
         self._thread = threading.Thread(target=_run, args=given, name="mpidp-reduce", daemon=True)
@@ -53,7 +54,7 @@ class Overlap:
         """Returns when everything handed over is reduced; the current stream goes on after it.
 
         Raises:
-            BaseException: what the thread met.
+            BaseException: what the thread raised.
         """
         self._jobs.join()
         if self._errors:
@@ -68,7 +69,7 @@ class Overlap:
 
 
 def _end(jobs: "queue.Queue[Job | None]", thread: threading.Thread) -> None:
-    """Ends the thread, at the latest when the interpreter goes: one that still runs then would crash it."""
+    """Ends the thread, at the latest when the interpreter ends: a thread that still runs then would crash it."""
     jobs.put(None)
     # The collector may run this in any thread, also in the one that is to end.
     if thread is not threading.current_thread():

@@ -1,6 +1,6 @@
 """The base class of reducers, and their options.
 
-A reducer replaces each bucket by its mean over the ranks. The strategies differ only in how; `naive` is the
+A reducer replaces each bucket by its mean over the ranks. They differ only in how they do it; `naive` is the
 specification that the others are tested against.
 """
 
@@ -14,8 +14,8 @@ from mpidp.reduce.buckets import Bucket, BucketLayout, plain_buffers
 from mpidp.reduce.exchange import Residuals
 from mpidp.world.world import World
 
-# Across a network. With a library that sends a large buffer in one go, every hop waits for the whole of it; pieces of a
-# mebibyte keep all links busy at once.
+# Across a network: with a library that sends a large buffer in one message every hop waits for all of it, while pieces
+# of a mebibyte keep all links busy at once.
 PIECE_BYTES = 1 << 20
 
 
@@ -24,13 +24,14 @@ class ReducerOptions:
     """Options that every reducer understands, as far as they concern it.
 
     Attributes:
-        piece_bytes: the largest buffer given to one call of MPI; 0 for what suits: 1 MiB across a network, anything on
-            one node, where pieces would only cost calls.
-        comm_dtype: "full", or "bf16" or "fp16": 16 bits travel for float32 gradients.
-        error_feedback: add what rounding to 16 bits lost to the next step's gradient; costs 1.5 copies of them.
-        residuals: where the lost parts are noted, for checkpoints; not an option, and the same for all.
-        share_memory: let ranks of a node sum in memory that they share; it does not survive the death of one of them.
-        pause_s: how long a thread that waits for the network may sleep between two looks at it; 0 never sleeps.
+        piece_bytes: the largest buffer given to one call of MPI; 0 for 1 MiB across a network and no limit on one node,
+            where pieces would only cost calls.
+        comm_dtype: "full", or "bf16" or "fp16": float32 gradients are sent in 16 bits.
+        error_feedback: add the error of rounding to 16 bits to the next step's gradient; takes 1.5 times the memory of
+            the gradients.
+        residuals: the rounding errors of all buffers, for checkpoints; not an option.
+        share_memory: let ranks of a node sum in shared memory, which is not possible when ranks may die.
+        pause_s: seconds that a thread which waits for the network may sleep between two tests; 0 never sleeps.
     """
 
     piece_bytes: int = 0
@@ -42,18 +43,18 @@ class ReducerOptions:
 
 
 class Reducer:
-    """The strategy that sums buckets over ranks. Making one may be collective.
+    """Base class of the reducers, which average buckets over ranks. Making one may be collective.
 
     Args:
         world: the ranks.
-        options: how it is to work.
+        options: of the reducer.
     """
 
     def __init__(self, world: World, options: ReducerOptions):
         self._world, self._options = world, options
 
     def allocate(self, layouts: Sequence[BucketLayout], device: torch.device) -> list[Tensor]:
-        """Zeroed memory for the buckets, of the kind that this strategy likes. May be collective."""
+        """Returns zeroed memory for the buckets, of the kind that this reducer needs. May be collective."""
         return plain_buffers(layouts, device)
 
     def mean(self, bucket: Bucket) -> None:
@@ -64,4 +65,4 @@ class Reducer:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Lets go of what `allocate` took: it is given back with the last tensor that looks there. Not collective."""
+        """Drops the memory of `allocate`, which is freed with the last tensor that refers to it. Not collective."""

@@ -29,26 +29,26 @@ PAUSE_S = 1e-4
 
 
 class Reduction:
-    """Reduces gradients when a backward pass ends, or bucket by bucket while it runs. Collective to make.
+    """Reduces gradients when a backward pass ends, or bucket by bucket while it runs. Construction is collective.
 
-    Either way the buckets are reduced one after the other, in one order on all ranks, by the same calls, so that
-    overlap changes no bit of the result.
+    In both cases the buckets are reduced one after the other, in one order on all ranks, by the same calls, so the
+    results are equal bit for bit.
 
     Attributes:
         world: the ranks.
-        buckets: the gradients; from `start` on, as are `reducer`, `hooks` and `residuals`.
-        reducer: what sums them.
-        hooks: call this object.
+        buckets: the gradients; set by `start`, as are `reducer`, `hooks` and `residuals`.
+        reducer: averages the buckets.
+        hooks: autograd hooks that call this object.
         residuals: rounding errors of 16-bit communication.
         reduces: whether a backward pass that ends now is reduced, or only accumulates.
-        pending: gradients were accumulated that are not the mean yet.
-        dropped: how often such were given up, by `zero_grad()`; whoever compares it over ranks sets it to 0.
-        seconds: how long the training thread has been in `finish` so far, packing, reducing or waiting.
+        pending: whether there are accumulated gradients that are not reduced yet.
+        dropped: how often such gradients were dropped by `zero_grad()`, since the ranks last compared it.
+        seconds: the time that the training thread has spent in `finish` so far, packing, reducing or waiting.
 
     Args:
         world: the ranks.
         choice: the reducer.
-        bucket_bytes: size aimed at for one bucket.
+        bucket_bytes: intended size of one bucket.
         overlap: reduce buckets in a helper thread while backward goes on.
         check_finite: raise, on all ranks, when a gradient is infinite or NaN before it is summed.
     """
@@ -69,7 +69,7 @@ class Reduction:
         self._make_topology()
 
     def start(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Makes buckets for gradients and watches for them. Collective.
+        """Makes buckets for gradients and installs the hooks. Collective.
 
         Args:
             named: name and parameter, in the order in which backward finishes them.
@@ -90,7 +90,7 @@ class Reduction:
         self.hooks = Hooks(self.buckets.parameters, self, tell_ready=self._overlaps)
 
     def stop(self) -> None:
-        """Takes hooks, thread and buckets away and gives the parameters gradients of their own. Not collective."""
+        """Removes hooks, thread and buckets; the parameters keep gradients of their own. Not collective."""
         self.hooks.remove()
         if self._overlap is not None:
             self._overlap.close()
@@ -99,17 +99,17 @@ class Reduction:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all gradients are the mean over ranks, as far as their memory tells."""
+        """Whether all gradients are in the buckets and are the mean over ranks."""
         return not self.pending and all(map(self.buckets.is_in_bucket, range(len(self.buckets.parameters))))
 
     def begin_pass(self) -> None:
-        """A backward pass has come to its first parameter."""
+        """Called when a backward pass reaches its first parameter."""
         if self._has_gradients and all(parameter.grad is None for parameter in self.buckets.parameters):
             self.dropped += 1
             self._has_gradients = False
 
     def expect(self, index: int) -> None:
-        """A gradient of parameter `index` is about to be accumulated.
+        """Called when a gradient of parameter `index` is about to be accumulated.
 
         Raises:
             RuntimeError: its bucket was sent already: the parameter gets gradients twice in one backward pass.
@@ -124,7 +124,7 @@ class Reduction:
         self.buckets.expect(index)
 
     def ready(self, index: int, task: int) -> None:
-        """Parameter `index` has all the gradient that pass `task` has for it, be it none. With overlap only."""
+        """Called when pass `task` has accumulated the gradient of parameter `index`, if any. Only with overlap."""
         if not self._will_reduce(task):
             return
         self._missing[self._bucket_of[index]].discard(index)
@@ -132,33 +132,33 @@ class Reduction:
             self._send()
 
     def end_pass(self, task: int) -> None:
-        """Backward pass `task` is over. Collective, if it is reduced."""
+        """Called at the end of backward pass `task`. Collective, if it is reduced."""
         self.pending = True
         if self._will_reduce(task):
             self.reduce()
 
     def fail_pass(self) -> None:
-        """A backward pass failed half-way; its exception is on its way to the user, who may catch it."""
+        """Called when a backward pass fails; the program may catch the exception."""
         if not self._sent:
             return
         try:  # the other ranks wait for all buckets of this pass
-            self.reduce(MpidpError("a backward pass failed half-way, when some gradients were on their way already"))
-        except Exception as error:  # the user's own exception is on its way
+            self.reduce(MpidpError("a backward pass failed after some of its gradients had been sent"))
+        except Exception as error:  # the program gets its own exception
             log.info("%s", error)
 
     def reduce(self, failure: Exception | None = None) -> None:
-        """Reduces the gradients there are. Collective."""
+        """Reduces the accumulated gradients. Collective."""
         self.finish(failure)
 
     def finish(self, failure: Exception | None = None, place: Sequence[int] = ()) -> bool:
-        """All gradients are there: returns when they are the mean over ranks. Collective.
+        """Reduces all gradients that are not reduced yet; returns when they are the mean over ranks. Collective.
 
         Args:
             failure: why this rank brings no gradients, or not all.
-            place: integers that tell what is reduced, equally many on all ranks.
+            place: integers that identify what is reduced, equally many on all ranks.
 
         Returns:
-            Whether all ranks have reduced the same, by `place`; else the gradients are of no use.
+            Whether `place` is the same on all ranks; if not, the gradients are useless.
 
         Raises:
             Exception: on all ranks, the failure of the lowest rank that has one.
@@ -187,7 +187,7 @@ class Reduction:
         return self.reduces and status.accumulating_pass != task
 
     def _await_all(self) -> None:
-        """No bucket of the next pass is sent, and all parameters are missing."""
+        """Resets the state of a pass: no bucket is sent, and the gradients of all parameters are missing."""
         self._sent = 0  # buckets handed to the helper thread in this pass
         self._missing = [{slot.parameter for slot in bucket.layout.slots} for bucket in self.buckets.buckets]
 
@@ -204,14 +204,14 @@ class Reduction:
         except Exception as error:
             if self._overlap is None and not self._check_finite:
                 raise
-            # The other ranks are on their way into this bucket's collective: take part in it, and raise in `finish`.
+            # The other ranks will call this bucket's collective: take part in it, and raise in `finish`.
             self._error = self._error or error
         self.reducer.mean(bucket)
         self.buckets.unpack(bucket)
 
     def _check(self, bucket: Bucket) -> None:
         """Raises FloatingPointError for the first gradient of this rank that is infinite or NaN."""
-        # One pass over the bucket: a sum with a NaN or an infinity is never finite, others nearly always are.
+        # One pass over the bucket: a sum with a NaN or an infinity is never finite, any other nearly always is.
         real = as_real(bucket.flat)
         if bool(torch.isfinite(real.sum(dtype=torch.float32 if real.dtype in SIXTEEN_BITS else None))):
             return
@@ -226,7 +226,7 @@ class Reduction:
                 )
 
     def _make_topology(self) -> None:
-        """A helper thread needs communicators that nobody else calls, that of another wrapper included. Collective."""
+        """Makes communicators for the helper thread, which nothing else uses, not even another wrapper. Collective."""
         self._own_topology: Topology | None = None
         self._reducing_world = self.world
         if self._overlaps:

@@ -21,7 +21,7 @@ class NaiveReducer(Reducer):
 
 
 class FlatReducer(Reducer):
-    """Gives each bucket's buffer to MPI as it is; nothing is copied."""
+    """Gives each bucket's buffer to MPI without copying it."""
 
     def __init__(self, world: World, options: ReducerOptions):
         super().__init__(world, options)
@@ -33,7 +33,7 @@ class FlatReducer(Reducer):
 
 
 class NullReducer(Reducer):
-    """Does nothing, which is right for one rank and leaves several ranks to drift apart."""
+    """Does nothing, which is right for one rank; several ranks then train different models."""
 
     def mean(self, bucket: Bucket) -> None:
         """Leaves the local gradients as they are. Not collective."""

@@ -1,8 +1,8 @@
 """The reducer `staged`: through two host buffers, for device memory that MPI must not be given.
 
-Three things work at once: the copy engine that brings pieces down to the host, the host that reduces them, and the
-copy engine that takes them up again. Two host buffers suffice: while one is being reduced, the other is first emptied
-upwards and then filled downwards. The order of all this is `staged_plan`, which can be checked without a GPU.
+Three things run at once: copies of pieces to the host, their reduction there, and copies back to the device. Two host
+buffers suffice: while one is being reduced, the other is first copied to the device and then filled again. The order of
+all this is `staged_plan`, which can be tested without a GPU.
 """
 
 from collections.abc import Iterator
@@ -142,7 +142,7 @@ class StagedReducer(Reducer):
         self._streams = CopyStreams(world.device)
 
     def close(self) -> None:
-        """Lets go of the window. Not collective."""
+        """Drops the window. Not collective."""
         if self._shared is None:
             return
         if self._on_gpu:

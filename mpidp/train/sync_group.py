@@ -83,7 +83,7 @@ class SyncGroup:
 
     It has a communicator of its own: gradients may be reduced by a helper thread while backward is inside a layer. On
     a GPU backward runs in autograd's thread while the training thread waits, which `mpidp.init` has checked that MPI
-    takes. The communicator is never given back, as copies of the model may use it as well.
+    takes. The communicator is never freed, as copies of the model may use it as well.
 
     Args:
         world: the ranks.

@@ -101,7 +101,7 @@ class Watchdog:
         self._thread.join(END_TIMEOUT_S)
 
     def close(self) -> None:
-        """Ends the thread and gives the communicator back. Collective; all ranks have left their main program."""
+        """Ends the thread and frees the communicator. Collective; all ranks have left their main program."""
         self.stop()
         if self.mailbox is not None and not self._thread.is_alive():
             self.mailbox.close()

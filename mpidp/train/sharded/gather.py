@@ -58,7 +58,7 @@ class Messages:
         self._comm.Allgatherv(MPI.IN_PLACE, [buffer, (list(counts), None), MPI.BYTE])
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Does nothing: there is nothing to free."""
 
 
 class Window:
