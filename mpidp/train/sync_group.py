@@ -28,7 +28,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Moments:
-    """What is known of the values of each channel.
+    """Count, mean and squared deviations of the values of each channel.
 
     Attributes:
         count: values a channel; 0 where there is no sample.
@@ -41,11 +41,11 @@ class Moments:
     deviations: Tensor
 
     def sums(self) -> Tensor:
-        """Count and sums of values, shape (1 + channels); summed over parts, the count and sums of all."""
+        """Count and sums of values, shape (1 + channels); their sum over parts is that of all values."""
         return torch.cat([torch.tensor([self.count], dtype=torch.float64), self.count * self.mean])
 
     def deviations_from(self, mean: Tensor) -> Tensor:
-        """Squared differences from the mean of all; summed over parts, the `deviations` of all."""
+        """Squared differences from the mean of all; their sum over parts is that of all values."""
         return self.deviations + self.count * (self.mean - mean).square()
 
 
@@ -82,8 +82,8 @@ class SyncGroup:
     """The ranks that the synchronised layers of a model compute with. Construction is collective.
 
     It has a communicator of its own: gradients may be reduced by a helper thread while backward is inside a layer. On
-    a GPU backward runs in autograd's thread while the training thread waits, which `mpidp.init` has checked that MPI
-    takes. The communicator is never freed, as copies of the model may use it as well.
+    a GPU backward runs in autograd's thread while the training thread waits; `mpidp.init` has checked that MPI allows
+    it. The communicator is never freed, as copies of the model may use it as well.
 
     Args:
         world: the ranks.
@@ -101,7 +101,7 @@ class SyncGroup:
         return self._world.size
 
     def __deepcopy__(self, memo: object) -> "SyncGroup":
-        return self  # a copy of the model talks to the same ranks
+        return self  # a copy of the model communicates with the same ranks
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(None), ()  # other processes know nothing of these ranks
@@ -114,8 +114,8 @@ class SyncGroup:
     def sum(self, numbers: Tensor, layer: int, backward: bool = False) -> Tensor:
         """The sums over ranks of float64 numbers in host memory. Collective, in one order of layers.
 
-        They are so few that one way for all devices is best: what copying them to the host costs is little beside
-        the wait for the slowest rank, and every MPI library can sum them there.
+        They are few, so copying them to the host costs little compared with the wait for the slowest rank, and every
+        MPI library can sum them there.
 
         Raises:
             MismatchError: on all ranks, when some sum for another layer.
@@ -136,8 +136,8 @@ class SyncGroup:
         """Returns when all ranks are about to do the same, FORWARD or REDUCTION. Collective.
 
         Args:
-            what: FORWARD, REDUCTION, or FAILED where this rank can do neither.
-            error: why.
+            what: FORWARD, REDUCTION, or FAILED if this rank can do neither.
+            error: the reason for FAILED.
 
         Raises:
             Exception: on all ranks, the error of the lowest rank that has one.

@@ -15,17 +15,17 @@ from mpidp.world.mpi import MPI
 from mpidp.world.shared_memory import SharedWindow
 from mpidp.world.world import World
 
-# All ranks' pieces together: large enough for the full bandwidth, small enough to stay in the caches of a CPU.
+# The pieces of all ranks in sum: large enough for the full bandwidth, small enough to stay in the caches of a CPU.
 TOTAL_BYTES = 4 << 20
 LEAST_PIECE_BYTES = 64 << 10
-# Elements sent at once: their state is copied to the host, and each rank keeps what it wants.
+# Elements sent at once: their state is copied to the host, and each rank keeps its share.
 PIECE = 1 << 22
 
 
 class Messages:
-    """Carries one piece after the other by MPI's Allgatherv.
+    """Gathers one piece after the other by MPI's Allgatherv.
 
-    The buffer is the device's where MPI takes such memory, else the host's.
+    The buffer is in device memory if MPI can be given that, else in host memory.
 
     Args:
         world: the ranks.
@@ -46,12 +46,12 @@ class Messages:
         )
 
     def segments(self, counts: Sequence[int]) -> Sequence[Tensor]:
-        """Where the bytes of each rank lie in this piece, uint8, at least as many as `counts`; fill your own."""
+        """The bytes of each rank in this piece, uint8, at least as many as `counts`; this rank fills its own."""
         starts = accumulate(counts, initial=0)
         return [self._buffer[start : start + count] for start, count in zip(starts, counts, strict=False)]
 
     def exchange(self, counts: Sequence[int]) -> None:
-        """Afterwards the segments hold what their ranks wrote. Collective; `counts` is the same on all ranks."""
+        """Gathers what all ranks wrote to their segments. Collective; `counts` is the same on all ranks."""
         if self._device.type == "cuda":  # copies to the buffer, and from it for the piece before, are done after this
             torch.cuda.current_stream(self._device).synchronize()
         buffer = self._buffer if self._buffer.is_cuda else self._buffer.numpy()
@@ -62,16 +62,16 @@ class Messages:
 
 
 class Window:
-    """As `Messages`, by segments that all ranks of a node see: each byte is written once and read by who wants it.
+    """As `Messages`, but in shared memory of a node: each byte is written once and read by the ranks that need it.
 
-    A segment has two halves, used in turns: while some ranks still read of one piece, others write the next.
+    A segment has two halves, used in turn: while some ranks still read one piece, others write the next.
 
     Args:
         world: the ranks, all on one node.
         piece_bytes: most bytes of one rank in one piece.
 
     Raises:
-        OSError: on all ranks; they cannot share memory here.
+        OSError: on all ranks, they cannot share memory here.
     """
 
     def __init__(self, world: World, piece_bytes: int):
@@ -80,12 +80,12 @@ class Window:
         self._half = 0
 
     def segments(self, counts: Sequence[int]) -> Sequence[Tensor]:
-        """The half whose turn it is."""
+        """The current half."""
         start = self._half * self.piece_bytes
         return [segment[start : start + self.piece_bytes] for segment in self._window.segments]
 
     def exchange(self, counts: Sequence[int]) -> None:
-        """Collective. Whoever is through has read all of the piece before last, which this half held."""
+        """Waits for all ranks, which have then read the piece before last in this half. Collective."""
         self._window.synchronize()
         self._half = 1 - self._half
 
@@ -98,7 +98,7 @@ Channel = Messages | Window
 
 
 def make_channel(world: World) -> Channel:
-    """What is fastest here: memory of the node where all ranks are on one and compute in it. Collective."""
+    """The faster way here: shared memory if all ranks are on one node and compute on the CPU. Collective."""
     piece_bytes = max(LEAST_PIECE_BYTES, TOTAL_BYTES // world.size)
     if world.num_nodes == 1 and world.size > 1 and world.device.type == "cpu" and not communicators.is_elastic():
         try:
@@ -110,7 +110,7 @@ def make_channel(world: World) -> Channel:
 
 @dataclass(frozen=True)
 class _Piece:
-    """What is carried at once: of each rank the bytes of some of its runs."""
+    """What is gathered at once: the bytes of some runs of each rank."""
 
     counts: list[int]
     sizes: list[list[int]]
@@ -118,13 +118,13 @@ class _Piece:
 
 
 class Gather:
-    """Knows where everything lies. Not collective to make; calling it is.
+    """Gathers all parameters from the ranks that have updated them. Calling it is collective, making it is not.
 
     Args:
         rank: of this process.
-        lists: of each rank the runs that it brings up to date; of all elements once.
+        lists: for each rank the runs that it updates; each element once.
         flats: the memory of each parameter in one dimension.
-        channel: carries the bytes.
+        channel: transports the bytes.
     """
 
     def __init__(self, rank: int, lists: Sequence[Sequence[Run]], flats: Sequence[Tensor], channel: Channel):
@@ -157,7 +157,7 @@ def pieces(runs: Sequence[Run], itemsizes: Sequence[int], piece_bytes: int) -> l
     """Cuts runs into lists of at most `piece_bytes` bytes each. Pure.
 
     Args:
-        runs: in the order in which they travel.
+        runs: in the order in which they are sent.
         itemsizes: bytes of an element of each parameter.
         piece_bytes: at least one element's.
     """
@@ -202,20 +202,20 @@ def collect(
 ) -> list[State]:
     """Broadcasts the state of all elements, once, piece by piece. Collective.
 
-    Every rank sees all of it, and keeps little: it is for after a loss, and for saving, not for every step.
+    Every rank receives all of it, and keeps little: used after a loss of ranks, and for saving, not in every step.
 
     Args:
         comm: the ranks.
         numels: elements of each parameter.
-        held: what this rank has; several ranks may have the same.
-        wanted: what it wants to have.
-        flats: the memory of the parameters, to take their elements, too, from who holds them; None for state only.
+        held: the parts that this rank has; several ranks may have the same.
+        wanted: the runs that it needs.
+        flats: the memory of the parameters, to broadcast their elements as well; None for state only.
 
     Returns:
         The state of each wanted run, in host memory.
 
     Raises:
-        LookupError: on all ranks, the first run that nobody holds.
+        LookupError: on all ranks, with the first run that no rank holds.
     """
     lists: list[list[Run]] = comm.allgather([run for run, _ in held])
     found: dict[Run, list[Part]] = {run: [] for run in wanted}

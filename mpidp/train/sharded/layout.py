@@ -1,8 +1,7 @@
 """The layout of shards: which elements of which parameter belong to which. Pure arithmetic.
 
-All parameters, one behind the other, are cut into as many stretches as there are ranks. A cut comes
-only where a parameter has a multiple of `BLOCK` elements before it, so that vector kernels do with each element what
-they would do with it in the whole parameter.
+All parameters, one after the other, are cut into as many shards as there are ranks. A parameter is cut only after a
+multiple of `BLOCK` elements, so that vector kernels compute each element as they would in the whole parameter.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +15,7 @@ BLOCK = 64  # elements; at least as many as any vector kernel of torch takes at 
 
 @dataclass(frozen=True, order=True)
 class Run:
-    """Elements [start, stop) of a parameter, laid flat as they lie in memory; parameters are numbered."""
+    """Elements [start, stop) of a parameter, in the order of memory; parameters are numbered."""
 
     parameter: int
     start: int
@@ -24,13 +23,13 @@ class Run:
 
     @property
     def numel(self) -> int:
-        """How many elements."""
+        """Number of elements."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True)
 class Source:
-    """A run, and where it is to be had: in the run number `index` that `rank` holds."""
+    """A run, and where to get it: it is part of the run number `index` that `rank` holds."""
 
     run: Run
     rank: int
@@ -78,20 +77,20 @@ def holders(nodes: Sequence[int], copies: int) -> list[tuple[int, ...]]:
     def num_apart(distance: int) -> int:
         return sum(nodes[rank] != nodes[(rank + distance) % size] for rank in range(size))
 
-    distance = max(range(1, size), key=num_apart)  # of equals the first: a neighbour
+    distance = max(range(1, size), key=num_apart)  # the first of equal ones: a neighbour
     return [(rank, (rank + distance) % size) for rank in range(size)]
 
 
 def sources(numels: Sequence[int], held: Sequence[Sequence[Run]], piece: int) -> list[Source]:
-    """Where every element is to be had, once each, in order, in runs of at most `piece` elements.
+    """Where to get every element, once each, in order, in runs of at most `piece` elements.
 
     Args:
         numels: elements of each parameter.
-        held: of each rank the runs it holds; they may overlap, and be cut anyhow.
+        held: for each rank the runs it holds; they may overlap, and be cut in any way.
         piece: longest run.
 
     Raises:
-        LookupError: elements that nobody holds; its argument is the first such run.
+        LookupError: elements that no rank holds; its argument is the first such run.
     """
     of_parameter: list[list[Source]] = [[] for _ in numels]
     for rank, runs in enumerate(held):
@@ -131,6 +130,6 @@ def place(run: Run, within: Run) -> slice:
 
 
 def overlap(one: Run, other: Run) -> Run | None:
-    """What is in both, if anything."""
+    """The common elements of two runs; None if there are none."""
     start, stop = max(one.start, other.start), min(one.stop, other.stop)
     return Run(one.parameter, start, stop) if one.parameter == other.parameter and start < stop else None

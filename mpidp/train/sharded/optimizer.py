@@ -138,8 +138,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Collects this rank's shard, state and parameters, from what the ranks that are left held before. Collective.
 
         Args:
-            held: `held_parts()` of this rank's former optimizer. The parameters have this rank's values, of which
-                those in these runs are right.
+            held: `held_parts()` of this rank's former optimizer. The parameters have this rank's values, which are
+                up to date in these runs only.
 
         Raises:
             LaunchError: on all ranks, a part of the state was on lost ranks only.
@@ -206,7 +206,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._shard.hold(self._mine, [join(run, found.get(run.parameter, ())) for run in self._mine])
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refused: a copy would share memory and messages with this one."""
+        """Raises `MpidpError`: a copy would share memory and messages with this one."""
         raise MpidpError("a sharded optimizer cannot be copied or pickled: save full_state_dict(), on all ranks")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -220,7 +220,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._channel.close()
 
     def _deal(self) -> None:
-        """Settles who holds what, and makes what is needed to gather. Collective."""
+        """Determines which rank holds which runs, and prepares gathering. Collective."""
         world = self.world
         self._lists = shards(self._numels, world.size)
         nodes: list[int] = world.comm.allgather(world.node)
@@ -233,12 +233,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._gather = Gather(self.world.rank, self._lists, self._shard.flats, self._channel)
 
     def _share_options(self) -> None:
-        """Gives the optimizer what schedulers changed."""
+        """Copies options that schedulers changed to the inner optimizer."""
         for group, own in zip(self._shard.inner.param_groups, self.param_groups, strict=True):
             group.update({key: value for key, value in own.items() if key not in ("params", "param_names")})
 
     def _take_options(self) -> None:
-        """Takes what the optimizer changed: some count their steps there."""
+        """Copies options that the inner optimizer changed, as some count their steps there."""
         for group, own in zip(self._shard.inner.param_groups, self.param_groups, strict=True):
             own.update({key: value for key, value in group.items() if key != "params"})
 
@@ -247,7 +247,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def _describe(optimizer: torch.optim.Optimizer) -> list[str]:
-    """What must be the same on all ranks: options and, of each parameter, all but its values."""
+    """What must be the same on all ranks: options, and all of each parameter but its values."""
     lines = [f"optimizer {type(optimizer).__qualname__}"]
     for number, group in enumerate(optimizer.param_groups):
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -269,7 +269,7 @@ def _lost(run: Run, copies: int) -> LaunchError:
 
 
 def shared_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What rank 0 saves for all: the whole, or, of a sharded one, all but its state."""
+    """What rank 0 saves for all ranks: the whole state_dict, or of a sharded optimizer all but its state."""
     if not isinstance(optimizer, ShardedOptimizer):
         return optimizer.state_dict()
     return {
@@ -280,19 +280,19 @@ def shared_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def own_state(optimizer: torch.optim.Optimizer) -> list[SavedPart]:
-    """What each rank saves for itself."""
+    """What each rank saves in its own file."""
     if not isinstance(optimizer, ShardedOptimizer):
         return []
     return [(run.parameter, run.start, run.stop, state) for run, state in optimizer.own_parts()]
 
 
 def restore(optimizer: torch.optim.Optimizer, saved: dict[str, Any], read: ReadRank) -> None:
-    """Takes the state of a checkpoint. Not collective; to do on every rank.
+    """Loads the state of a checkpoint. Not collective; call it on every rank.
 
     Args:
         optimizer: sharded or not.
         saved: what `shared_state` returned, sharded or not.
-        read: gives what `own_state` returned on a rank; asked for those ranks only of which something is needed.
+        read: returns what `own_state` returned on a rank; called only for ranks whose state is needed.
     """
     if RANKS not in saved:
         optimizer.load_state_dict(saved)
@@ -307,7 +307,7 @@ def restore(optimizer: torch.optim.Optimizer, saved: dict[str, Any], read: ReadR
 
 
 def kind(optimizer: torch.optim.Optimizer) -> str:
-    """Name of the class whose state is kept; of a sharded one, of the one inside."""
+    """Name of the optimizer's class; of a sharded one, that of the inner optimizer."""
     return type(optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer).__qualname__
 
 

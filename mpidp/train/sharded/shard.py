@@ -16,11 +16,11 @@ class Shard:
 
     Attributes:
         inner: the optimizer; its parameters are views of the model's.
-        runs: what it holds.
+        runs: the runs that it holds.
         flats: the memory of each parameter of the model, in one dimension.
 
     Args:
-        optimizer: over the model's parameters, which it gives up.
+        optimizer: over the model's parameters; it gets the runs in their place.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer):
@@ -38,12 +38,12 @@ class Shard:
         self._strides = [parameter.stride() for parameter in self._parameters]
 
     def hold(self, runs: Sequence[Run], states: Sequence[State], *, cast: bool = True) -> None:
-        """Takes runs, with the optimizer's state of each ({} where it has none yet).
+        """Sets the runs, with the optimizer's state of each ({} where there is none yet).
 
         Args:
             runs: in any order.
             states: as many.
-            cast: give each tensor of the state the dtype that torch does when it loads a state, that of the parameter.
+            cast: convert tensors of the state to the dtype of the parameter, as torch does when it loads a state.
         """
         self.runs = sorted(runs)
         self._slices = [self._slice(run) for run in self.runs]
@@ -54,7 +54,7 @@ class Shard:
         of_run = dict(zip(runs, states, strict=True))
         packed = self.inner.state_dict()
         packed["state"] = {place: of_run[run] for place, run in enumerate(self.runs) if of_run[run]}
-        self.inner.load_state_dict(packed)  # brings each tensor to the device that torch wants it on
+        self.inner.load_state_dict(packed)  # moves each tensor to the device where torch keeps it
         if not cast:
             for run, part in zip(self.runs, self._slices, strict=True):
                 _keep_dtypes(self.inner.state.get(part, {}), of_run[run])
@@ -68,10 +68,10 @@ class Shard:
         return [(run, dict(self.inner.state.get(part, {}))) for run, part in zip(self.runs, self._slices, strict=True)]
 
     def follow(self) -> bool:
-        """Whether somebody gave a parameter new memory (`module.to(...)`); the runs are in it then.
+        """Moves the runs to the new memory of parameters, as after `module.to(...)`; returns whether there was any.
 
         Raises:
-            MpidpError: its elements lie in another order there, or with holes between them.
+            MpidpError: the order of elements in memory has changed, or it is not dense.
         """
         if all(lay.data_ptr() == p.data_ptr() for lay, p in zip(self.flats, self._parameters, strict=True)):
             return False
@@ -87,7 +87,7 @@ class Shard:
         return True
 
     def step(self) -> None:
-        """Brings the runs up to date, by the model's gradients; where there is none, not."""
+        """Steps the runs by the model's gradients; those without a gradient stay."""
         for run, part in zip(self.runs, self._slices, strict=True):
             parameter = self._parameters[run.parameter]
             if parameter.grad is None:
@@ -108,22 +108,22 @@ def _keep_dtypes(loaded: State, given: State) -> None:
 
 
 def is_dense(parameter: Tensor) -> bool:
-    """Whether its elements fill a stretch of memory, in whatever order."""
+    """Whether its elements fill a contiguous range of memory, in any order."""
     if parameter.layout is not torch.strided:
         return False
     lay = flat(parameter.detach())
     return lay.data_ptr() == parameter.data_ptr() and lay.is_contiguous()
 
 
-# Of torch.optim, those that do with an element what they would do with it in any other tensor.
+# The optimizers of torch.optim that update each element independently of the others.
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 
 
 def check_divisible(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses an optimizer whose step may mix elements of a parameter, or whose parameters cannot be cut.
+    """Checks that an optimizer updates each element by itself, and that its parameters can be cut into shards.
 
     Raises:
-        MpidpError: what is in the way, and what to do about it.
+        MpidpError: why it cannot be sharded, and what to do.
     """
     kind = type(optimizer)
     is_known = kind.__module__.startswith("torch.optim.") and kind.__name__ in ELEMENTWISE

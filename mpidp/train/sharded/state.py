@@ -1,7 +1,7 @@
 """The state of an optimizer, split by runs of its parameters' elements and joined again.
 
-A state is what `torch.optim` keeps for a parameter, by name: tensors of the parameter's shape, of which a run has its
-part, in one dimension; and numbers that are the same for all its elements, such as the count of steps.
+The state of a parameter in `torch.optim` is, by name: tensors of the parameter's shape, of which a run has its part in
+one dimension; and numbers that are the same for all its elements, such as the count of steps.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +22,7 @@ _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 def cut(state: State, parameter: Tensor, run: Run) -> State:
-    """The state of a run, out of that of its whole parameter; copies.
+    """The state of a run, copied from that of its whole parameter.
 
     Raises:
         MpidpError: the state holds a tensor that is neither a number nor of the parameter's shape.
@@ -31,7 +31,7 @@ def cut(state: State, parameter: Tensor, run: Run) -> State:
 
 
 def join(run: Run, parts: Iterable[Part]) -> State:
-    """The state of a run, out of those of runs that together hold all its elements; {} where these are empty.
+    """The state of a run, from those of runs that together cover it; {} where these are empty.
 
     Raises:
         MpidpError: a part holds a tensor that is neither a number nor of its run's length.
@@ -68,7 +68,7 @@ def whole(parameter: Tensor, number: int, parts: Iterable[Part]) -> State:
 
 
 def select(run: Run, part: Part) -> Part | None:
-    """What a part holds of a run; views."""
+    """Views of the elements of a run in a part."""
     common = overlap(run, part[0])
     if common is None:
         return None
@@ -82,7 +82,7 @@ def run_of(part: Part) -> Run:
 
 
 def to_host(state: State) -> State:
-    """The same in host memory, tensors without memory beside their own."""
+    """The same in host memory, each tensor with memory of its own."""
     return {name: value.detach().cpu().clone() if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
@@ -137,7 +137,7 @@ def plain_state(saved: dict[str, Any], read: ReadRank) -> dict[str, Any]:
 
     Args:
         saved: what all ranks share; returned as it is if it is of a plain optimizer.
-        read: gives what a rank keeps for itself.
+        read: returns the own state of a rank.
     """
     if RANKS not in saved:
         return saved
@@ -146,10 +146,10 @@ def plain_state(saved: dict[str, Any], read: ReadRank) -> dict[str, Any]:
 
 
 def like(saved: dict[str, Any]) -> list[Tensor]:
-    """The parameters, without memory."""
+    """The parameters as tensors without memory."""
     return [torch.empty_strided(shape, strides, device="meta") for shape, strides in saved[SHAPES]]
 
 
 def to_parts(saved: Iterable[SavedPart]) -> list[Part]:
-    """What a rank keeps for itself, as runs with their state."""
+    """A rank's own state, as runs with their state."""
     return [(Run(parameter, start, stop), state) for parameter, start, stop, state in saved]
