@@ -19,7 +19,7 @@ log = logging.getLogger("mpidp")
 
 
 class Statistics:
-    """Knows on how many samples a module was trained on this rank since its running statistics were combined.
+    """Counts the samples that a module was trained on, on this rank, since its running statistics were combined.
 
     Attributes:
         num_samples: how many.
@@ -34,18 +34,18 @@ class Statistics:
         self._has_warned = False
 
     def count(self, is_training: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """The model was called: samples are what the first tensor holds along its first dimension."""
+        """Counts a call of the model; the first dimension of the first tensor is the number of samples."""
         if is_training:
             tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim())
             self.num_samples += next((len(tensor) for tensor in tensors), 1)
 
     def combine(self, world: World) -> None:
-        """Gives every rank the statistics of the samples of all ranks. Collective."""
+        """Sets the statistics to those of the samples of all ranks. Collective."""
         combine_statistics(self._module, world, self.num_samples)
         self.num_samples = 0
 
     def warn_if_apart(self, what: str, world: World) -> None:
-        """Says once, on rank 0, that `what` has statistics of one rank's samples only. Not collective."""
+        """Warns once, on rank 0, that `what` has statistics of one rank's samples only. Not collective."""
         if self._has_warned or not self.num_samples or world.size == 1 or not _layers(self._module):
             return
         self._has_warned = True
@@ -58,7 +58,7 @@ class Statistics:
 
 
 def combine_statistics(module: nn.Module, world: World, num_samples: int) -> None:
-    """Gives every rank the statistics of the samples of all ranks. Collective.
+    """Sets running statistics to those of the samples of all ranks. Collective.
 
     Training leaves each rank with running means and variances of its own samples. The combined mean is the mean of
     means weighted by samples; the combined variance adds the variance of the means to the mean of the variances.
@@ -125,7 +125,7 @@ def explain_batch_norm(error: Exception, module: nn.Module, world: World) -> Dat
     if not isinstance(error, ValueError) or _TORCHS_WORDS not in str(error) or getattr(error, SHARED_MARK, False):
         return None
     if not any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in module.modules()):
-        return None  # group norm says the same of channels that are too few, whatever the batch
+        return None  # group norm has the same message for too few channels
     return DataError(
         f"batch norm takes mean and variance over the samples of a rank, and rank {world.rank} of {world.size} "
         f"({world.host}) has 1 sample to train on in step {status.step + 1:,}: the remainder of an epoch, or a "

@@ -23,7 +23,7 @@ LOSSES = {
 }
 
 
-# Of torch's losses, those that compare output and target element by element, and broadcast what differs in shape.
+# The losses of torch that compare output and target element by element, and broadcast different shapes.
 ELEMENTWISE = (
     F.mse_loss,
     F.l1_loss,

@@ -17,7 +17,7 @@ from mpidp.train.state import TrainState
 from mpidp.train.stop import StopSignal
 from mpidp.world.communicators import is_survived
 
-# Folders that are this job's, as every rank knows: whichever is rank 0 after a loss of ranks goes on with them.
+# Folders that this job owns, known on every rank: after a loss of ranks the new rank 0 goes on with them.
 _taken: set[Path] = set()
 
 
@@ -198,7 +198,7 @@ class Checkpoints:
                 self._release()
 
     def _begin(self) -> None:
-        """Refuses to begin a training where another has left checkpoints, which would be counted and removed."""
+        """Raises if another training has left checkpoints here, which would be counted and removed."""
         if self._has_looked:
             return
         self._has_looked = True
@@ -210,7 +210,7 @@ class Checkpoints:
                 )
 
     def _finish(self) -> None:
-        """Waits for the checkpoint on its way; the folder may be another job's then. Collective."""
+        """Waits for the checkpoint that is being written, and releases the folder. Collective."""
         self._is_closed = True
         self._saver.finish()
         self._saver.close()
@@ -225,7 +225,7 @@ class Checkpoints:
 
 
 def _take(folder: Path) -> Owner:
-    """Makes a folder and takes it for this job, also from a rank of this job that died."""
+    """Makes a folder and takes ownership of it, also from a rank of this job that died."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         owner = Owner(folder, os.environ)
@@ -239,7 +239,7 @@ def _take(folder: Path) -> Owner:
 
 
 def restore(state: TrainState, folder: Path, *, accept_changed: bool = False) -> tuple[dict[str, Any], Path]:
-    """Takes the newest checkpoint that all ranks can read. Collective.
+    """Loads the newest checkpoint that all ranks can read. Collective.
 
     Args:
         state: the training.

@@ -45,7 +45,7 @@ def replicated(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """All elements in one dimension: a view where they lie densely, in whatever order, else a copy."""
+    """All elements in one dimension: a view if they are dense in memory, in any order, else a copy."""
     if tensor.is_contiguous():
         return tensor.view(-1)
     strides = tensor.stride()
@@ -55,13 +55,13 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def flat_like(tensor: Tensor, model: Tensor) -> Tensor:
-    """All elements in one dimension, in the order in which those of another tensor of its shape lie."""
+    """All elements in one dimension, in the memory order of another tensor of its shape."""
     alike = tensor.stride() == model.stride() or (tensor.is_contiguous() and model.is_contiguous())
     return flat(tensor if alike else torch.empty_like(model, dtype=tensor.dtype, device=tensor.device).copy_(tensor))
 
 
 def cut(tensors: Sequence[Tensor], parts: int) -> list[list[Piece]]:
-    """Pieces of all tensors in lists of about equally many bytes."""
+    """Lists of pieces of all tensors, with about equally many bytes each."""
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     size = max(1, -(-total // parts))
     lists: list[list[Piece]] = [[] for _ in range(parts)]
@@ -78,7 +78,7 @@ def cut(tensors: Sequence[Tensor], parts: int) -> list[list[Piece]]:
 
 
 def checksum(pieces: Sequence[Piece]) -> Tensor:
-    """One int64, on the device of the first tensor, by position of the piece, so that no exchange goes unseen."""
+    """One int64, on the device of the first tensor, weighted by position, so that swapped pieces are found."""
     sums = [part for piece in pieces for part in _sums(flat(piece.tensor)[piece.start : piece.stop])]
     device = sums[0].device
     total = torch.zeros((), dtype=torch.int64, device=device)

@@ -11,7 +11,7 @@ from mpidp.world.world import World
 
 @dataclass(frozen=True)
 class Place:
-    """Where in its loop a rank is when it reduces. The same on all ranks, or they add gradients of different steps.
+    """Where a rank is in its training loop when it reduces; must be the same on all ranks.
 
     Attributes:
         steps: optimizer steps taken with parameters of the model.
@@ -29,7 +29,7 @@ class Place:
     options: int
 
     def numbers(self) -> tuple[int, ...]:
-        """To be compared over ranks."""
+        """Integers to compare over ranks."""
         return astuple(self)
 
 
@@ -41,13 +41,13 @@ def digest_options(optimizers: Iterable[torch.optim.Optimizer]) -> int:
 
 
 def learning_rates(optimizers: Iterable[torch.optim.Optimizer]) -> str:
-    """In words."""
+    """The place as text."""
     rates = [float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
     return ", ".join(f"{rate:g}" for rate in rates[:8])
 
 
 def raise_different(world: World, place: Place, rates: str, trouble: str) -> None:
-    """Raises on all ranks, which know that their places differ. Collective.
+    """Raises an error on all ranks, when all know that their places differ. Collective.
 
     Args:
         world: the ranks.

@@ -10,7 +10,7 @@ from mpidp.errors import MismatchError, MpidpError
 from mpidp.reduce.exchange import pieces
 from mpidp.world.world import World
 
-# By the name of the class: to import them would load what few runs need, and this module is below the wrapper.
+# By the names of classes: importing them would load modules that few runs need.
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 
@@ -66,7 +66,7 @@ def check_not_wrapped(module: nn.Module) -> None:
 
 
 def check_same(world: World, lines: Sequence[str], what: str) -> None:
-    """Raises on every rank unless all ranks bring the same lines. Collective.
+    """Raises on every rank unless all ranks give the same lines. Collective.
 
     Only a digest travels when all is well.
 
@@ -104,14 +104,14 @@ def _difference(what: str, reference: Sequence[str], lines: Sequence[str], world
 
 
 def broadcast_module(module: nn.Module, world: World) -> None:
-    """Gives parameters and buffers of every rank the values of rank 0, bit for bit, in place. Collective."""
+    """Copies rank 0's parameters and buffers to every rank, bit for bit, in place. Collective."""
     with torch.no_grad():
         for tensor in [*module.parameters(), *module.buffers()]:
             broadcast_tensor(tensor, world)
 
 
 def broadcast_tensor(tensor: Tensor, world: World, root: int = 0) -> None:
-    """The root's bits in a tensor of any dtype and device, in place. Collective.
+    """Broadcasts the root's values of a tensor of any dtype and device, bit for bit, in place. Collective.
 
     It goes through host memory: it happens once, and works with every MPI library.
     """

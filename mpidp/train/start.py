@@ -37,7 +37,7 @@ class Start:
     staged: list[HDF5Loader] = field(default_factory=list)
 
     def go_on(self, world: World) -> tuple[int, Path | None]:
-        """Settles what the ranks that died had part in. Collective over those that are left.
+        """Ends what ranks that died took part in. Collective over those that are left.
 
         Returns:
             The length of the metrics, on rank 0; and the newest checkpoint that this rank knows of.
@@ -54,7 +54,7 @@ class Start:
         return whole_lines(self.folder.metrics) if world.rank == 0 else 0, newest
 
     def close(self) -> None:
-        """Gives the folder back. Not collective."""
+        """Releases the run folder. Not collective."""
         if self.folder is not None:
             self.folder.close()
             self.folder.release()

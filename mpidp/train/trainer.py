@@ -62,7 +62,7 @@ def train(config: RunConfig, resume: Path | None = None) -> str:
     """
     world = init(stall_warning_s=config.watch.stall_warning_s, stall_abort_s=config.watch.stall_abort_s)
     config = for_array_task(config, os.environ)
-    check_same(world, [f"resume {resume}"], "the configurations")  # before all take what rank 0 makes of it
+    check_same(world, [f"resume {resume}"], "the configurations")  # before all ranks use what rank 0 finds there
     resume, why = world.call_on_root(lambda: choose_resume(config, resume, os.environ))
     if why:
         world.log_once(why)
@@ -93,9 +93,9 @@ class Trainer:
         resume = None if held is None else held.path
         check_same(world, [*to_toml(config).splitlines(), f"resume {resume}"], "the configurations")
         torch.set_num_threads(choose_threads(config.train.threads, os.environ, world.cores))
-        if config.train.threads:  # of others init has warned
+        if config.train.threads:  # `init` warns of other numbers
             warn_of_cores(world.comm, world.host, config.train.threads, stacklevel=2)
-        with world.status.during("open the data", is_long=True):  # copying it to a node may take its time
+        with world.status.during("open the data", is_long=True):  # copying it to a node may take long
             self.loader, self.validation = build_loaders(config, world)
         start.staged = self.loaders() if config.data.mode == "stage" else []
         with world.raise_on_all_ranks("building the model"):
@@ -158,11 +158,11 @@ class Trainer:
         return self.state.step
 
     def run(self) -> str:
-        """Trains to the last epoch, or until it is asked to stop; returns by what, or "". Collective."""
+        """Trains to the last epoch, or until the job is asked to stop; returns the reason, or "". Collective."""
         try:
             self._train_epochs()
         except BaseException as error:
-            if self.world.size == 1 and is_out_of_memory(error):  # of several the guard says so
+            if self.world.size == 1 and is_out_of_memory(error):  # with several ranks the guard adds this advice
                 error.add_note(f"Out of memory {self.world.status.where()}. {MEMORY_ADVICE}")
             self.saver.leave(error)
             self.trace.give_up()
@@ -186,7 +186,7 @@ class Trainer:
         return ""
 
     def _end(self) -> None:
-        """What comes after the last step. Collective."""
+        """Unwraps the model after the last step, and calls `train.on_end`. Collective."""
         self.stop.close()
         self.model.combine_statistics()
         module = SyncBatchNorm.revert(self.model.unwrap())
@@ -197,7 +197,7 @@ class Trainer:
         self._check_saved()
 
     def _shard(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Keeps its state in shards, twice where training goes on when ranks die. Collective."""
+        """Shards an optimizer's state, with two copies if training goes on when ranks die. Collective."""
         survives = self.elastic is not None and self.elastic.is_on
         return ShardedOptimizer(optimizer, self.world, copies=2 if survives else 1)
 
@@ -206,12 +206,12 @@ class Trainer:
         return [self.loader] if self.validation is None else [self.loader, self.validation]
 
     def _end_reading(self) -> None:
-        """Ends all threads that read. Not collective, as after a failure the other ranks may be anywhere."""
+        """Ends all threads that read. Not collective: after a failure the other ranks may be in any call."""
         for loader in self.loaders():
             loader.stop()
 
     def _train_epochs(self) -> None:
-        """To the last epoch, or until the run is asked to stop; the last checkpoint is complete then."""
+        """Trains to the last epoch, or until the run is asked to stop, and completes the last checkpoint."""
         if self.elastic is None or self.elastic.lost_ranks is None:
             self.recorder.progress.line(self._introduction())
         else:
@@ -227,7 +227,7 @@ class Trainer:
             result = self.recorder.last_validation
             self.recorder.progress.line(describe_epoch(epoch, self.config.train.epochs, self.step, result))
             self._save_after(epoch)
-        if self.elastic is not None:  # who misses parameters of a rank that died in the last step, learns it here
+        if self.elastic is not None:  # raises here if a rank died in the last step, as parameters may be missing
             self.world.barrier()
         self.saver.finish()
         self.saver.close()
@@ -236,7 +236,7 @@ class Trainer:
             self.optimizer.close()
 
     def _check_saved(self) -> None:
-        """Raises why the last checkpoint could not be written: a run that lost its end is no success."""
+        """Raises if the last checkpoint could not be written: then the run has failed."""
         if self.saver.failure is not None:
             raise self.saver.failure
 
@@ -245,7 +245,7 @@ class Trainer:
         return self.loader.epoch == epoch and self.loader.remaining_steps == 0
 
     def _train_epoch(self, epoch: int) -> None:
-        """Every sample that is left of the epoch, once."""
+        """Trains on the samples that are left of the epoch, each once."""
         self.model.train()
         self.world.status.enter(BETWEEN)
         self.recorder.restart(self.step)
@@ -271,7 +271,7 @@ class Trainer:
         """Whether all ranks stop here; the state is saved then. Collective."""
         self.stopped = self.stop.agreed()
         if self.stopped:
-            if self.loader.epoch > epoch:  # in the evaluation: the next start takes no step of the epoch, but evaluates
+            if self.loader.epoch > epoch:  # stopped in the evaluation, which the next start repeats
                 place = {"epoch": epoch, "position": self.loader.num_samples}
                 self.loader.load_state_dict(self.loader.state_dict() | place)
             self._save(epoch)
@@ -291,7 +291,7 @@ class Trainer:
                 stopwatch.move("backward", "reduce", self.model.reduce_s - reduce_s)
             self.recorder.tally.add(loss, output, target, part.size)
         if self.elastic is not None:
-            self.elastic.agree()  # from here to the next collective all do the same, or are dead
+            self.elastic.agree()  # up to the next collective all living ranks do the same
         with stopwatch("optimizer"):
             if self.config.train.clip_norm:
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip_norm)
@@ -343,7 +343,7 @@ class Trainer:
         self.recorder.restart(self.step)
 
     def _introduction(self) -> str:
-        """Who trains what on what, in four lines."""
+        """Four lines about the ranks, the model, the data and the settings."""
         world, loader, choice = self.world, self.loader, self.model.choice
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         held_out = f", {self.validation.num_samples:,} held out" if self.validation else ""
@@ -373,7 +373,7 @@ class Trainer:
         }
 
     def _resume(self, held: RunFolder) -> tuple[int, Path]:
-        """Takes the newest checkpoint; returns the length of the metrics at that time, and its path. Collective."""
+        """Loads the newest checkpoint; returns the length of the metrics at that time, and its path. Collective."""
         saved, path = restore(self.state, held.checkpoints, accept_changed=self.config.data.accept_changed)
         ignored = ignored_settings(self.config, saved["config"])
         if ignored:

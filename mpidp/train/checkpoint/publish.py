@@ -1,7 +1,7 @@
 """Publishing of a checkpoint: its name, the link `latest`, and the removal of old ones.
 
-Whatever moment the process dies at, what was complete before is complete afterwards: the manifest is written last, a
-folder appears by a rename, and older ones go only when the new one is on the disk. One process calls it; no torch.
+A complete checkpoint stays complete, whenever the process dies: the manifest is written last, a folder gets its name by
+a rename, and older ones are removed only when the new one is on the disk. One process calls it; no torch.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from mpidp.world.status import status
 from mpidp.world.system import SILENT_S, Process
 
 PARTIAL, REMOVED, LATEST = ".partial-", ".removed-", "latest"
-ASIDE = ".aside"  # behind the name of what was passed over: no save counts or removes it
+ASIDE = ".aside"  # suffix of folders that are set aside: no save counts or removes them
 OWNED_BY = "@"  # in the name of a partial folder, before the process that publishes it
 _NEW_LATEST = ".latest"
 
@@ -31,22 +31,22 @@ log = logging.getLogger("mpidp.rank")
 def complete(
     partial: Path, final: Path, manifest: Manifest, keep: int, relies_on: Sequence[Path] = ()
 ) -> tuple[File, ...]:
-    """Publishes a checkpoint and tidies up; returns its files.
+    """Publishes a checkpoint and removes old ones; returns its files.
 
     Args:
         partial: the folder in which the ranks wrote, beside the final one.
-        final: what the checkpoint is to be called.
-        manifest: what the ranks wrote.
+        final: path of the checkpoint.
+        manifest: of the files that the ranks wrote.
         keep: how many checkpoints to keep; at least 1.
-        relies_on: files elsewhere that, where they exist, are on the disk before it.
+        relies_on: other files that are flushed to the disk before it, if they exist.
 
     Raises:
-        CheckpointError: the file system refuses; says what and why, and whether the checkpoint is complete.
+        CheckpointError: a file cannot be written; the message says which, why, and whether the checkpoint is complete.
     """
     place = partial
     try:
         with status.working("publish a checkpoint"):
-            for place in filter(Path.exists, relies_on):  # what somebody has removed is no reason to save nothing
+            for place in filter(Path.exists, relies_on):  # a file that was removed must not prevent a save
                 flush_file(place)
                 flush_folder(place.parent)
             place = partial
@@ -83,7 +83,7 @@ def publish(partial: Path, final: Path, manifest: Manifest) -> None:
 
 
 def tidy(final: Path, keep: int) -> None:
-    """Points `latest` to a new checkpoint, sets those of later steps aside, and removes all but the newest `keep`.
+    """Points `latest` to a new checkpoint, sets aside those of later steps, and removes all but the newest `keep`.
 
     Args:
         final: the checkpoint that was just published.
@@ -97,7 +97,7 @@ def tidy(final: Path, keep: int) -> None:
 
 
 def discard(partial: Path) -> None:
-    """Removes what a failed save left; a file system that refuses that as well is only noted in the log."""
+    """Removes what a failed save left; a failure to do so is only logged."""
     try:
         if partial.exists():
             shutil.rmtree(partial)
@@ -132,7 +132,7 @@ def _point_to(final: Path) -> None:
 def _prune(final: Path, keep: int) -> None:
     folder = final.parent
     others = [path for path in newest_first(folder) if path != final]
-    # One of a later step was passed over when the run was resumed before it: it must not be taken for this run's.
+    # One of a later step was skipped when the run was resumed: it must not be taken for one of this run.
     newer = [path for path in others if by_step(path) > by_step(final)]
     for path in newer:
         set_aside(path)
@@ -144,7 +144,7 @@ def _prune(final: Path, keep: int) -> None:
 
 
 def set_aside(path: Path) -> None:
-    """Gives what is in the way another name, under which nothing looks at it any more, and says so in the log."""
+    """Renames what is in the way to a name that is not read any more, and logs it."""
     names = (
         path.with_name(f"{path.name}{ASIDE}{'' if number == 1 else f'-{number}'}") for number in itertools.count(1)
     )
@@ -154,7 +154,7 @@ def set_aside(path: Path) -> None:
 
 
 def _is_in_use(partial: Path) -> bool:
-    """Whether the job that writes an unfinished checkpoint lives, as far as can be seen from here."""
+    """Whether the job that writes an unfinished checkpoint is alive, as far as this node can tell."""
     owner = Process.parse(partial.name.partition(OWNED_BY)[2])
     if owner is None or owner == Process.this():
         return False
@@ -163,8 +163,8 @@ def _is_in_use(partial: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Takes a checkpoint out of the list at once, and then away: half of one must not be taken for a damaged one."""
-    if path.is_symlink():  # of somebody who keeps it elsewhere
+    """Renames a checkpoint before it is removed: half of one must not be taken for a damaged one."""
+    if path.is_symlink():  # a link by the user, who keeps it elsewhere
         path.unlink()
         return
     aside = path.with_name(f"{REMOVED}{path.name}")

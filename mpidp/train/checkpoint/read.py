@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 STATE = "state.pt"
 _PREFIX = "step_"
-# As `folder_name` writes it. Whatever has another name, such as a copy, is the user's.
+# As `folder_name` writes it. Anything with another name, such as a copy, belongs to the user.
 _NAME = re.compile(rf"{_PREFIX}([0-9]{{8}}|[1-9][0-9]{{8,}})")
 
 
@@ -39,7 +39,7 @@ def folder_name(step: int) -> str:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether this is a folder with just the name of a checkpoint, whole or not."""
+    """Whether this is a folder with the name of a checkpoint, complete or not."""
     return _NAME.fullmatch(path.name) is not None and path.is_dir()
 
 
@@ -54,17 +54,17 @@ def by_step(path: Path) -> tuple[int, str]:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """All checkpoints in a run's `checkpoints` folder, whole or not."""
+    """All checkpoints in a run's `checkpoints` folder, complete or not."""
     return sorted(filter(is_checkpoint, folder.glob(f"{_PREFIX}*")), key=by_step, reverse=True)
 
 
 def newest(folder: Path) -> tuple[Path, list[str]]:
     """The newest checkpoint whose files match their manifest, and a line for each newer one that was passed over.
 
-    It asks this process only; what all ranks can read is `mpidp.train.checkpoint.read`'s.
+    Not collective: for what this process alone can read.
 
     Raises:
-        CheckpointError: none is usable; says why for each.
+        CheckpointError: none is usable; the message has the reason for each.
     """
     passed_over: list[str] = []
     for path in newest_first(folder):
@@ -76,7 +76,7 @@ def newest(folder: Path) -> tuple[Path, list[str]]:
 
 
 def none_usable(folder: Path, passed_over: list[str]) -> CheckpointError:
-    """The error when there is nothing to go on from; one line of why for each checkpoint."""
+    """The error for a folder without a usable checkpoint; with a line for each that is not."""
     if passed_over:
         return CheckpointError(f"no usable checkpoint in {folder}: " + listed(passed_over, "; "))
     return CheckpointError(f"no checkpoint in {folder}: the run ended before its first one. Start it anew.")
@@ -101,7 +101,7 @@ def find_fault(path: Path, names: Iterable[str] | None = None) -> str | None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """What all ranks share, on the CPU. Every call checks all files first; not collective.
+    """The state that all ranks share, on the CPU. Every call checks all files first. Not collective.
 
     Raises:
         CheckpointError: the files do not match their manifest.
@@ -116,18 +116,18 @@ def read(path: Path, name: str) -> dict[str, Any]:
     """The content of one file of a checkpoint that has been checked, on the CPU.
 
     Raises:
-        CheckpointError: it cannot be read, or torch cannot make sense of it.
+        CheckpointError: it cannot be read, or torch cannot load it.
     """
     import torch
 
     try:
         return cast(dict[str, Any], torch.load(path / name, map_location="cpu", weights_only=True))
-    except pickle.UnpicklingError as error:  # torch then advises to load it nevertheless
+    except pickle.UnpicklingError as error:  # torch's message advises to load it without this protection
         raise CheckpointError(
             f"checkpoint {path}: {name} holds something else than tensors, numbers and text, which could be a program; "
             f"it is not loaded"
         ) from error
-    except Exception as error:  # torch raises many kinds, of which most say what it met
+    except Exception as error:  # torch raises exceptions of many classes
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise CheckpointError(f"checkpoint {path}: {name} cannot be loaded ({reason})") from error
 
@@ -147,14 +147,14 @@ def _expected(manifest: Manifest) -> list[str]:
 
 
 def newest_readable(world: "World", folder: Path) -> tuple[Path, list[str]]:
-    """The newest checkpoint of which every rank can read its share, and a line for each newer one passed over.
+    """The newest checkpoint of which every rank can read its part, and a line for each newer one. Collective.
 
     Args:
         world: the ranks.
         folder: the run's `checkpoints` folder.
 
     Raises:
-        CheckpointError: none is usable; says why for each, and which rank found it so.
+        CheckpointError: none is usable; the message has the reason and the rank for each.
     """
     with world.raise_on_all_ranks("looking for checkpoints"):
         mine = [path.name for path in newest_first(folder)]
@@ -185,7 +185,7 @@ def _find_fault_of_all(world: "World", path: Path) -> str | None:
 
 
 def _examine(world: "World", path: Path) -> tuple[str | None, str]:
-    """What is wrong for this rank, or None; and the manifest's text."""
+    """What is wrong with this rank's files, or None; and the manifest's text."""
     if not path.is_dir():
         return "it is not there", ""
     try:

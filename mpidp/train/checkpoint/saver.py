@@ -1,9 +1,9 @@
 """Saving of checkpoints in the background while training goes on.
 
-Training waits for one copy of the state. A thread of each rank then writes that rank's file; when all have ended, rank
-0's thread publishes the checkpoint. The threads never call MPI: whether all have ended is asked by the training
-threads, at the ends of steps, in a message that travels during the next step. So all ranks learn of success or failure
-after the same step.
+Training waits while the state is copied. A thread of each rank then writes that rank's file; when all are done, rank
+0's thread publishes the checkpoint. The threads never call MPI: the training threads exchange whether all are done at
+the ends of steps, in a message that travels during the next step. So all ranks learn of success or failure after the
+same step.
 """
 
 import logging
@@ -36,15 +36,15 @@ Files = tuple[File, ...]
 
 @dataclass
 class _Save:
-    """One checkpoint on its way.
+    """A checkpoint that is being written.
 
     Attributes:
         step: optimizer steps done.
         partial: the folder the ranks write into.
-        start: when it began, by `time.perf_counter`.
+        start: time of its begin, by `time.perf_counter`.
         stalled_s: how long training has waited for it.
-        publishes: whether all files are there and only the name is missing.
-        work: what this rank's thread is doing.
+        publishes: whether all files are written and rank 0 publishes it.
+        work: the present work of this rank's thread.
     """
 
     step: int
@@ -62,16 +62,16 @@ class Saver:
 
     Attributes:
         newest: the last complete checkpoint; None before the first.
-        failure: why the last one could not be written, None when it could. With "warn" only; "stop" raises.
+        failure: why the last one could not be written, or None. Only with "warn", as "stop" raises.
 
     Args:
         world: the ranks.
-        folder: where checkpoints go; exists, on a file system that all ranks share.
+        folder: of the checkpoints; it exists, on a file system that all ranks share.
         keep: how many to keep; at least 1.
         background: go on training while files are written; else `save` returns when the checkpoint is complete.
-        on_failure: "stop" raises a failure on all ranks; "warn" prints it, once, and the run goes on.
+        on_failure: "stop" raises a failure on all ranks; "warn" logs it once, and the run goes on.
         newest: the checkpoint that this run continues.
-        relies_on: files elsewhere without which a checkpoint is of less use; they are on the disk before it.
+        relies_on: other files that a checkpoint needs; they are flushed to the disk before it.
     """
 
     def __init__(
@@ -93,22 +93,22 @@ class Saver:
         self.newest = newest
         self.relies_on = tuple(relies_on)
         self.failure: CheckpointError | None = None
-        # Ranks that still write for a run that is long dead must not find the folder of this one.
+        # Processes of a dead run that still write must not write into a folder of this one.
         self._token: str = world.broadcast(_new_token())
-        self._number = 0  # of questions asked and answered: two for each checkpoint
+        self._number = 0  # of exchanges that have ended: two for each checkpoint
         self._current: _Save | None = None
         self._agreement = DelayedMaximum(world.comm)
         self._snapshot = Snapshot()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mpidp-checkpoint")
 
     def save(self, step: int, shared: State, own: State) -> None:
-        """Begins a checkpoint; waits for the one before, if that is still on its way. Collective.
+        """Begins a checkpoint; waits for the one before, if that is still being written. Collective.
 
         Args:
             step: optimizer steps done; names the checkpoint.
-            shared: makes the state that all ranks share; called on rank 0 only. Nested dicts and lists of tensors,
-                numbers and strings, and so is the next.
-            own: makes the state that only this rank has.
+            shared: returns the state that all ranks share; called on rank 0 only. Nested dicts and lists of tensors,
+                numbers and strings.
+            own: returns the state that only this rank has, likewise.
 
         Raises:
             CheckpointError: on all ranks, if a checkpoint could not be written and `on_failure` is "stop".
@@ -124,7 +124,7 @@ class Saver:
             if self.world.rank == 0:
                 parts[STATE] = shared()
             work = self._thread.submit(write_parts, place, self._snapshot.take(parts))
-        except Exception as error:  # the other ranks are on their way to the agreement
+        except Exception as error:  # the other ranks wait for this one in the exchange
             work = Future()
             work.set_exception(as_checkpoint_error(error, place))
         self._current = _Save(step, place, work, start, stalled_s=time.perf_counter() - start)
@@ -133,16 +133,16 @@ class Saver:
 
     @property
     def step_on_its_way(self) -> int:
-        """The step of the checkpoint on its way; -1 for none."""
+        """The step of the checkpoint that is being written; -1 for none."""
         return -1 if self._current is None else self._current.step
 
     @property
     def is_busy(self) -> bool:
-        """Whether a checkpoint is on its way; the same on every rank."""
+        """Whether a checkpoint is being written; the same on every rank."""
         return self._current is not None
 
     def poll(self) -> None:
-        """Takes notice of what has ended since the last call; to be called after every step. Collective; never waits.
+        """Checks whether the checkpoint is written; to be called after every step. Collective; never waits.
 
         Raises:
             CheckpointError: as `save` does.
@@ -151,7 +151,7 @@ class Saver:
             self._ask()
 
     def finish(self) -> None:
-        """Waits until the checkpoint on its way, if any, is complete. Collective.
+        """Waits until the checkpoint that is being written, if any, is complete. Collective.
 
         Raises:
             CheckpointError: as `save` does.
@@ -164,13 +164,13 @@ class Saver:
             self._ask()
 
     def leave(self, error: BaseException) -> None:
-        """Training ends by an error: completes the checkpoint on its way if all ranks are here to do so.
+        """Completes the checkpoint when training ends by an error, if all ranks take part.
 
         Args:
-            error: what ended training; a failure to complete the checkpoint is noted on it.
+            error: what ended training; a failure to complete the checkpoint is added as a note.
         """
         if self.world.size > 1 and not getattr(error, SHARED_MARK, False):
-            # Where others go on without a dead rank, nothing may be written any more when they remove the folder.
+            # If others go on without a dead rank, nothing may be written any more when they remove the folder.
             self._thread.shutdown(wait=communicators.is_survived(error), cancel_futures=True)
             return
         try:
@@ -181,26 +181,26 @@ class Saver:
         except MPI.Exception as failure:
             if not communicators.is_survived(failure):
                 raise
-            error.add_note("the checkpoint on its way was given up, as ranks were lost")  # and training with it
+            error.add_note("the checkpoint being written is given up, as ranks were lost")  # and training with it
             self._thread.shutdown(wait=False, cancel_futures=True)
 
     def close(self) -> None:
-        """Ends the thread and gives the memory back; nothing may be on its way. Collective."""
+        """Ends the thread and frees the memory; no checkpoint may be in progress. Collective."""
         assert self._current is None
         self._thread.shutdown()
         self._agreement.close()
         self._snapshot = Snapshot()
 
     def _ask(self) -> None:
-        """Exchanges whether this rank's work has ended, and goes on when that of all has. Collective."""
+        """Exchanges whether this rank's work is done, and goes on when all ranks' is. Collective."""
         assert self._current is not None
         pending = not self._current.work.done()
-        # The answer is that of the last call, and may be about the work before this: the number tells.
+        # The result is that of the last call, which may be about the former work: its number tells.
         if self._agreement.exchange(2 * self._number + pending) == 2 * self._number:
             self._go_on(self._current)
 
     def _go_on(self, save: _Save) -> None:
-        """The work of all ranks has ended: shares a failure, or goes on to the next work. Collective."""
+        """Shares a failure, or begins the next work, when all ranks' work is done. Collective."""
         error = save.work.exception()
         try:
             self._share(error)
@@ -257,14 +257,14 @@ class Saver:
 
 
 def settle(world: World, folder: Path, step: int) -> Path | None:
-    """The checkpoint that was on its way when ranks were lost, if it is complete; what there is of it goes else.
+    """Returns the checkpoint that was being written when ranks were lost if it is complete, else removes it.
 
-    Collective over those that are left.
+    Collective over the ranks that are left.
 
     Args:
         world: the ranks.
-        folder: where checkpoints go.
-        step: the checkpoint's.
+        folder: of the checkpoints.
+        step: of the checkpoint.
     """
     final = folder / folder_name(step)
 
@@ -279,7 +279,7 @@ def settle(world: World, folder: Path, step: int) -> Path | None:
 
 
 def _new_token() -> str:
-    """What no other saver has, and the process that it is of."""
+    """A name that no other saver has, with the process that it belongs to."""
     return f"{secrets.token_hex(4)}{OWNED_BY}{Process.this()}"
 
 

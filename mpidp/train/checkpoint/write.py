@@ -1,7 +1,7 @@
 """Writing of one rank's part of a checkpoint: a copy of the state in host memory, written by a thread.
 
-Only the copy holds up training. The first one also has to get its memory from the system, which takes longer than the
-copy itself; the next ones use it again. Files are hashed on their way and flushed to the disk.
+Training waits for the copy only. The first copy also allocates its memory, which takes longer than the copy itself; the
+next ones use it again. Files are hashed while they are written, and flushed to the disk.
 """
 
 import copy
@@ -22,16 +22,16 @@ _Place = tuple[str | int, ...]
 
 
 class Snapshot:
-    """The buffers. What `take` returned is overwritten by the next `take`."""
+    """Buffers for copies of a state. The next `take` overwrites what the last one returned."""
 
     def __init__(self) -> None:
         self._buffers: dict[_Place, Tensor] = {}
         self._used: dict[_Place, Tensor] = {}
         self._seen: dict[tuple[Any, ...], Tensor] = {}
-        self._waits = False  # whether copies from a GPU may still be under way
+        self._waits = False  # whether copies from a GPU may still be running
 
     def take(self, state: Any) -> Any:
-        """The same nested dicts, lists and tuples, with copies of all tensors, which may be on any device.
+        """Returns the same nested dicts, lists and tuples, with copies of all tensors, which may be on any device.
 
         Tensors that are one and the same memory, such as tied weights, stay so. Returns when the copy is complete.
         """
@@ -81,7 +81,7 @@ def write_parts(folder: Path, parts: dict[str, dict[str, Any]]) -> tuple[File, .
     """Writes one rank's files, by name, into a folder that some rank makes.
 
     Raises:
-        CheckpointError: the file system refuses; says what and why.
+        CheckpointError: they cannot be written; the message says which and why.
     """
     path = folder
     try:
@@ -99,9 +99,9 @@ def write_parts(folder: Path, parts: dict[str, dict[str, Any]]) -> tuple[File, .
 
 
 def write_part(path: Path, state: dict[str, Any]) -> File:
-    """Writes a state so that `torch.load(path, weights_only=True)` reads it; describes what was meant to be there.
+    """Writes a state for `torch.load(path, weights_only=True)`; returns the length and checksum of the file.
 
-    The checksum is of the bytes given to the system, not of those read back: a disk that loses some is found out.
+    The checksum is of the bytes given to the system, not of those read back: so it finds bytes that a disk lost.
 
     Args:
         path: the file; must not exist.
@@ -115,7 +115,7 @@ def write_part(path: Path, state: dict[str, Any]) -> File:
         try:
             torch.save(state, cast(BinaryIO, hashed))
         except RuntimeError:
-            if hashed.error is not None:  # torch tells its own consequence of it
+            if hashed.error is not None:  # torch raises another error after it
                 raise hashed.error from None
             raise
         file.flush()
@@ -124,7 +124,7 @@ def write_part(path: Path, state: dict[str, Any]) -> File:
 
 
 class _Hashed:
-    """What torch writes to: the file, by way of the hash."""
+    """The file object for torch, which hashes what is written."""
 
     def __init__(self, file: BinaryIO):
         self._file = file
@@ -133,7 +133,7 @@ class _Hashed:
         self.error: OSError | None = None
 
     def write(self, data: memoryview) -> int:
-        """Takes all of it."""
+        """Hashes and writes all of it."""
         try:
             self._file.write(data)
         except OSError as error:
@@ -144,5 +144,5 @@ class _Hashed:
         return len(data)
 
     def flush(self) -> None:
-        """Part of what torch expects of a file."""
+        """Does nothing; torch calls it."""
         self._file.flush()

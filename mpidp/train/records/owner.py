@@ -1,7 +1,7 @@
 """Ownership of a run folder: a second job is refused as long as the first one lives.
 
-`owner.json` names job, node and process of rank 0, which touches it regularly. Whether it lives is known for certain on
-its own node. From another node it is taken for dead when the file was not touched for `SILENT_S`, or when Slurm has
+`owner.json` names job, node and process of rank 0, which touches it regularly. On its own node it is known for certain
+whether it is alive. From another node it counts as dead when the file was not touched for `SILENT_S`, or when Slurm has
 started the same job again.
 """
 
@@ -30,7 +30,7 @@ class Owner:
 
     Args:
         folder: the run folder.
-        environment: SLURM_JOB_ID and SLURM_RESTART_COUNT are noted.
+        environment: SLURM_JOB_ID and SLURM_RESTART_COUNT are recorded.
     """
 
     def __init__(self, folder: Path, environment: Mapping[str, str]):
@@ -47,8 +47,8 @@ class Owner:
         """Takes the folder.
 
         Raises:
-            CheckpointError: another job has it; names the job.
-            OSError: the file system refuses.
+            CheckpointError: another job has it; the message names the job.
+            OSError: the file cannot be written.
         """
         mine = self.path.with_name(f"{FILE}.{secrets.token_hex(4)}")
         write_json(mine, self._facts)
@@ -66,7 +66,7 @@ class Owner:
             self._keep_touching()
 
     def check(self) -> None:
-        """Raises CheckpointError where another job has taken the folder since, as this one seemed dead."""
+        """Raises CheckpointError if another job has taken the folder meanwhile, as this one seemed dead."""
         found = self._read(self.path)
         if found is not None and found != self._facts:
             raise CheckpointError(
@@ -75,7 +75,7 @@ class Owner:
             )
 
     def release(self) -> None:
-        """Gives the folder back, if this process has it; a file system that refuses is no matter any more."""
+        """Releases the folder, if this process has it; errors of the file system are ignored."""
         if self._ends is None or self._facts["pid"] != os.getpid():
             return
         self._ends.set()
@@ -91,7 +91,7 @@ class Owner:
         threading.Thread(target=_touch, args=(self.path, self._ends), name="mpidp-owner", daemon=True).start()
 
     def _read(self, path: Path) -> dict[str, Any] | None:
-        """What a file says of the owner of this folder; None without one that makes sense."""
+        """Reads the owner of this folder from a file; None if there is no valid one."""
         try:
             found = read_json(path, dict)
         except (FileNotFoundError, RecordError):
@@ -99,17 +99,17 @@ class Owner:
         return found if _process(found) is not None and found.get("folder") == self._facts["folder"] else None
 
     def _succeed(self, mine: Path) -> bool:
-        """Takes the place of an owner that is gone. Returns False if another job was faster: then all begins anew.
+        """Replaces an owner that is dead. Returns False if another job was faster: then the caller tries again.
 
-        Who may take it is decided by the creation of `owner.json.next`, which then becomes `owner.json` in one step:
-        at no time is the place empty, where a third job would see nobody.
+        The job that creates `owner.json.next` may take it; the file then becomes `owner.json` by a rename. So there is
+        no moment without an owner, in which a third job could take the folder.
         """
         found = self._read(self.path)
         if found == self._facts:
             return True
         self._check_gone(found, self.path, mine)
         successor = self.path.with_name(f"{FILE}.next")
-        if not _link(mine, successor):  # another job is about to, or died doing it
+        if not _link(mine, successor):  # another job is doing this, or died in it
             self._check_gone(self._read(successor), successor, mine)
             successor.unlink(missing_ok=True)
             return False
@@ -125,7 +125,7 @@ class Owner:
         return True
 
     def _check_gone(self, found: dict[str, Any] | None, path: Path, mine: Path) -> None:
-        """Raises CheckpointError if the owner that a file names lives."""
+        """Raises CheckpointError if the owner that a file names is alive."""
         if found is None:
             return
         process = _process(found)
@@ -162,7 +162,7 @@ def _name(found: dict[str, Any]) -> str:
 
 
 def _link(source: Path, target: Path) -> bool:
-    """Gives a file a second name that nobody has; returns False if somebody has it."""
+    """Gives a file a second name; returns False if that name exists."""
     try:
         os.link(source, target)
     except FileExistsError:
@@ -176,5 +176,5 @@ def _link(source: Path, target: Path) -> bool:
 
 def _touch(path: Path, ends: threading.Event) -> None:
     while not ends.wait(TOUCH_S):
-        with suppress(OSError):  # of a file server that is away: the next time, if there is one
+        with suppress(OSError):  # a file server may be down; tried again later
             os.utime(path)

@@ -13,7 +13,7 @@ log = logging.getLogger("mpidp")
 
 
 class Progress:
-    """What rank 0 shows while training runs. Bars fill the log files of batch jobs, so they need a terminal.
+    """The progress display of rank 0. A bar is only shown on a terminal, as it would fill the log files of batch jobs.
 
     Args:
         speaks: whether this rank prints at all.
@@ -30,7 +30,7 @@ class Progress:
         self._bar = _rich_bar(first_step, last_step) if speaks and sys.stdout.isatty() else None
 
     def line(self, text: str) -> None:
-        """Prints a line that stays."""
+        """Prints a line, above the bar if there is one."""
         if not self.speaks:
             return
         if self._bar is not None:
@@ -53,7 +53,7 @@ class Progress:
         self.line(f"  step {step:,} of {self.last_step:,}  {text}  {left_s:,.0f} s left")
 
     def close(self) -> None:
-        """Takes the bar away."""
+        """Removes the bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -61,7 +61,7 @@ class Progress:
     def _print(self, text: str) -> None:
         try:
             print(text, flush=True)
-        except BrokenPipeError:  # `... | head`, or the end of what was to keep the output: no reason to lose a run
+        except BrokenPipeError:  # `... | head`, or the reader has ended: training must go on
             discard_output()
             log.warning("nobody reads standard output any more; training goes on, and the run folder has its records")
 
@@ -97,7 +97,7 @@ def describe_epoch(epoch: int, epochs: int, step: int, held_out: dict[str, float
 def summarise(
     steps: int, ranks: int, samples: int, elapsed_s: float, seconds: dict[str, float], held_out: dict[str, float] | None
 ) -> str:
-    """What was done and where the time went, in plain words.
+    """The summary at the end: what was done, and how long each phase took.
 
     Args:
         steps: of the optimizer since this start; at least 1.
@@ -117,8 +117,8 @@ def summarise(
 
 
 def describe_newest(run_folder: Path, checkpoints: Path) -> str:
-    """What is left of a run that is interrupted, as the end of a sentence. Not collective."""
-    found = newest_first(checkpoints)  # one may have got its name since the ranks last spoke of it
+    """What an interrupted run has saved, as the end of a sentence. Not collective."""
+    found = newest_first(checkpoints)  # one may have been published since the ranks last communicated
     if not found:
         return "; there is no checkpoint yet"
     return f"; the newest checkpoint is {found[0]}. Continue with --resume {run_folder}"

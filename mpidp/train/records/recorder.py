@@ -33,7 +33,7 @@ class Stopwatch:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Times a block, and says that it is what this rank does."""
+        """A context manager that times a block as a phase, and sets it as the phase of this rank."""
         start = time.perf_counter()
         try:
             with status.during(phase):
@@ -42,28 +42,28 @@ class Stopwatch:
             self.seconds[phase] += time.perf_counter() - start
 
     def move(self, source: str, target: str, seconds: float) -> None:
-        """Seconds counted in one phase belong to another: the reduction runs inside backward."""
+        """Moves seconds from one phase to another, as the reduction runs inside backward."""
         self.seconds[source] -= seconds
         self.seconds[target] += seconds
 
     def since(self, earlier: dict[str, float]) -> dict[str, float]:
-        """Seconds by phase since a copy of `seconds` was taken."""
+        """Seconds by phase since an earlier copy of `seconds`."""
         return {phase: self.seconds[phase] - earlier.get(phase, 0.0) for phase in PHASES}
 
 
 class Tally:
-    """Sums of loss, right answers and samples of this rank, kept on the device: adding never waits for it."""
+    """Sums of loss, right answers and samples of this rank, kept on the device, so adding never waits for it."""
 
     def __init__(self, device: torch.device):
         self._sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, right, classified, samples
 
     def add(self, loss: Tensor, output: Tensor, target: Tensor, num_samples: int) -> None:
-        """One mean loss over `num_samples` samples. Without samples it is NaN, and left out."""
+        """Adds a mean loss over `num_samples` samples. Without samples it is NaN, and is left out."""
         if num_samples == 0:
             return
         with torch.no_grad():
             right = count_right(output, target)
-            loss = loss.detach().float() if loss.element_size() < 4 else loss.detach()  # 16 bits hold no such product
+            loss = loss.detach().float() if loss.element_size() < 4 else loss.detach()  # it may overflow in 16 bits
             self._sums[0] += loss * num_samples
             if right is not None:
                 self._sums[1] += right
@@ -82,9 +82,9 @@ class MetricsFile:
     """One JSON object a line, appended by rank 0."""
 
     def __init__(self, path: Path, start_bytes: int = 0):
-        """Opens the file; what a dead run wrote after its last checkpoint, beyond `start_bytes`, is cut off.
+        """Opens the file, and cuts off what a dead run wrote after its last checkpoint, beyond `start_bytes`.
 
-        A file that has lost its end since is gone on with after its last whole line.
+        A file that has become shorter is continued after its last whole line.
         """
         self._path = path
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115  (lives as long as the run)
@@ -92,12 +92,12 @@ class MetricsFile:
             os.truncate(path, start_bytes if self.num_bytes > start_bytes else whole_lines(path))
 
     def write(self, record: dict[str, Any]) -> None:
-        """Appends a record and hands it to the system at once, so that a reader sees whole lines.
+        """Appends a record in one write, so that a reader sees whole lines.
 
-        JSON has no word for a number that is not finite; it becomes null.
+        A number that is not finite becomes null, as JSON has no word for it.
 
         Raises:
-            OSError: the file system refuses; names the file, which is as it was.
+            OSError: the file cannot be written; it is unchanged, and the error names it.
         """
         finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -122,7 +122,7 @@ class MetricsFile:
 
 
 def whole_lines(path: Path) -> int:
-    """How many bytes of the file are whole lines; who wrote it may have died in the middle of one."""
+    """How many bytes of the file are whole lines; its writer may have died in the middle of one."""
     return path.read_bytes().rfind(b"\n") + 1
 
 
@@ -135,16 +135,16 @@ def memory_bytes(device: torch.device) -> dict[str, int]:
 
 
 class Recorder:
-    """Collects what a run has to say, and says it in intervals of steps.
+    """Collects the measurements of a run, and records them in intervals of steps.
 
     Args:
         world: the ranks.
         progress: the console.
-        file: where records go; None on all ranks but 0.
+        file: of the records; None on all ranks but 0.
         step: optimizer steps done before this start.
-        on_failure: when a file of the run cannot be written: "stop" raises it on all ranks, "warn" says it once.
-        failure: asked for another file of this rank's that could not be written, its log.
-        before: the recorder of more ranks, of which some died; what it has counted and recorded stays so.
+        on_failure: if a file of the run cannot be written: "stop" raises it on all ranks, "warn" logs it once.
+        failure: returns the failure of this rank's log, if any.
+        before: the former recorder, after some ranks have died; its counts are continued.
     """
 
     def __init__(
@@ -168,8 +168,8 @@ class Recorder:
         self.stopwatch = Stopwatch()
         self.num_samples = 0  # over all ranks, since this start
         self.last_validation: dict[str, float] | None = None
-        self._lost: tuple[Member, ...] = ()  # who died, of whom there is a record
-        self._last_epoch = -1  # of which there is a record of an evaluation
+        self._lost: tuple[Member, ...] = ()  # ranks that died and are recorded
+        self._last_epoch = -1  # the last epoch with a recorded evaluation
         if before is not None:
             self.stopwatch, self.num_samples, self.last_validation = (
                 before.stopwatch,
@@ -181,11 +181,11 @@ class Recorder:
         self._start = (step, time.perf_counter(), dict(self.stopwatch.seconds))
 
     def restart(self, step: int) -> None:
-        """The next interval begins now; what lies between, such as an evaluation or a checkpoint, belongs to none."""
+        """Begins the next interval after a pause, such as an evaluation or a checkpoint, that belongs to none."""
         self._start = (step, time.perf_counter(), dict(self.stopwatch.seconds))
 
     def record_training(self, step: int, epoch: int, optimizer: torch.optim.Optimizer) -> None:
-        """One record of the steps since the last one, if there are any. Collective.
+        """Records the steps since the last record, if there are any. Collective.
 
         Raises:
             CheckpointError: on all ranks, a file of the run cannot be written, and `on_failure` is "stop".
@@ -215,16 +215,16 @@ class Recorder:
         self.restart(step)
 
     def record_validation(self, step: int, epoch: int, tally: Tally) -> None:
-        """One record of an evaluation. Collective; raises as `record_training` does."""
+        """Records an evaluation. Collective; raises as `record_training` does."""
         self.last_validation = tally.total(self.world)
         if epoch == self._last_epoch:
-            return  # evaluated once more, as ranks were lost before all were through
+            return  # evaluated once more, as ranks were lost in the first evaluation
         self._last_epoch = epoch
         self._write({"kind": "validation", "step": step, "epoch": epoch, **self.last_validation})
         self._tell_failures()
 
     def record_lost_ranks(self, step: int, epoch: int, lost: LostRanks) -> None:
-        """One record of ranks that died, each of them once. Not collective."""
+        """Records ranks that died, each of them once. Not collective."""
         new = tuple(member for member in lost.members if member not in self._lost)
         if new:
             self._lost += new
@@ -238,7 +238,7 @@ class Recorder:
         return self.file.num_bytes if self.file else 0
 
     def close(self) -> None:
-        """Takes the progress bar away and closes the file."""
+        """Removes the progress bar and closes the file."""
         self.progress.close()
         if self.file:
             self.file.close()
@@ -254,7 +254,7 @@ class Recorder:
             self._has_failed = True
 
     def _tell_failures(self) -> None:
-        """Raises, or says once, which file of the run could not be written. Collective."""
+        """Raises, or logs once, that a file of the run could not be written. Collective."""
         failure = self._failure()
         if failure is not None:
             self._unsaid.append(failure)

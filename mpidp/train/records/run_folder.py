@@ -30,7 +30,7 @@ job_log = logging.getLogger("mpidp")
 
 
 class RankLog(logging.FileHandler):
-    """A rank's log. What it cannot write is left out, and why is remembered once instead of printed for each line."""
+    """A rank's log. Lines that cannot be written are left out, and the first failure is kept."""
 
     def __init__(self, path: Path):
         super().__init__(path)
@@ -40,7 +40,7 @@ class RankLog(logging.FileHandler):
         self._has_failed = False
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  (the name that logging gives it)
-        """Remembers the first failure; one of the caller's, such as a wrong format, is printed as ever."""
+        """Keeps the first failure to write; an error of the caller, such as a wrong format, is printed as usual."""
         error = sys.exception()
         if not isinstance(error, OSError):
             super().handleError(record)
@@ -48,7 +48,7 @@ class RankLog(logging.FileHandler):
             self._has_failed, self.failure = True, OSError(error.errno, error.strerror, self._path)
 
     def close(self) -> None:
-        """Closes the file; lines that the disk has no room for are lost."""
+        """Closes the file; lines that do not fit on the disk are lost."""
         with contextlib.suppress(OSError):
             super().close()
 
@@ -68,7 +68,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: RunConfig, world: World) -> "RunFolder":
-        """A new folder `runs/<name>`, or `runs/<name>-2` and so on where that exists. Collective."""
+        """Makes a new folder `runs/<name>`, or `runs/<name>-2` and so on if that exists. Collective."""
         folder = cls(_as_all_find_it(world.call_on_root(lambda: _make_new(config.run.parent, config.run.name)), world))
         folder._claim(world)
         with world.raise_on_all_ranks("writing the run folder"):
@@ -81,7 +81,7 @@ class RunFolder:
 
     @classmethod
     def hold(cls, path: Path, world: World) -> "RunFolder":
-        """The folder of a run to continue, which from now on is this job's; nothing in it is changed yet. Collective.
+        """Takes the folder of a run to continue; nothing in it is changed yet. Collective.
 
         Raises:
             CheckpointError: there is no run folder, or another job has it.
@@ -108,13 +108,13 @@ class RunFolder:
                 self._owner.check()
 
     def take_over(self, world: World) -> None:
-        """Goes on when ranks died, perhaps the one that had the folder for this job. Not collective."""
+        """Goes on after ranks have died, perhaps the one that owned the folder. Not collective."""
         if world.rank == 0 and self._owner is None:
             self._owner = Owner(self.path, os.environ)
             self._owner.take_over()
 
     def release(self) -> None:
-        """Gives the folder back: another job may continue the run. Not collective."""
+        """Releases the folder, so that another job may continue the run. Not collective."""
         if self._owner is not None:
             self._owner.release()
 
@@ -127,7 +127,7 @@ class RunFolder:
             )
 
     def take_log_failure(self) -> Exception | None:
-        """Why this rank's log could not be written, the first time that it is asked for; else None."""
+        """Why this rank's log could not be written, at the first call after the failure; else None."""
         if self._log_handler is None:
             return None
         failure, self._log_handler.failure = self._log_handler.failure, None
@@ -166,7 +166,7 @@ class RunFolder:
 
 
 def environment(world: World, hosts: list[str] | None) -> dict[str, Any]:
-    """What a reader of the results may want to know about where they were made."""
+    """Facts about the job and its environment, for `env.json`."""
     packages = ("torch", "mpi4py", "numpy", "h5py")
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -186,7 +186,7 @@ def environment(world: World, hosts: list[str] | None) -> dict[str, Any]:
 
 
 def _as_all_find_it(path: Path, world: World) -> Path:
-    """The path as rank 0 means it, absolute if some rank stands in another folder. Collective."""
+    """Rank 0's path; absolute if some rank has another current folder. Collective."""
     at_root = world.broadcast(os.getcwd())
     return path if world.all(os.getcwd() == at_root) else Path(at_root) / path
 
@@ -210,15 +210,15 @@ def _make_new(parent: Path, name: str) -> Path:
 
 
 def _make_durable(folder: Path) -> None:
-    """Has the name of a new folder on the disk, so that after a power cut there is a way to its checkpoints."""
+    """Flushes the name of a new folder to the disk, so that its checkpoints are found after a power cut."""
     try:
         flush_folder(folder.parent)
-    except OSError as error:  # who may make a folder somewhere may not always list that place, which flushing needs
+    except OSError as error:  # flushing needs the right to list the parent folder, which making one does not
         log.warning("cannot flush %s, which now has %s: %s", folder.parent, folder.name, error)
 
 
 def _make(path: Path) -> bool:
-    """Makes a folder, or returns False: the file system decides between two runs that start at once."""
+    """Makes a folder; returns False if it exists, as when two runs start at once."""
     try:
         path.mkdir()
     except FileExistsError:

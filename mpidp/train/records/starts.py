@@ -35,10 +35,10 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 
 def add(folder: Path, start: dict[str, Any]) -> None:
-    """Adds an entry. A damaged file is kept beside the new one, and no reason not to start.
+    """Adds an entry. A damaged file is kept beside the new one, and does not prevent a start.
 
     Raises:
-        OSError: the file system refuses.
+        OSError: the file cannot be written.
     """
     path = folder / FILE
     try:
@@ -53,7 +53,7 @@ def add(folder: Path, start: dict[str, Any]) -> None:
 
 
 def note(folder: Path, **facts: Any) -> None:
-    """Adds facts to the last entry; no run is lost for a line in its description, so a failure is only logged."""
+    """Adds facts to the last entry; a failure is only logged."""
     try:
         starts = read(folder)
         starts[-1].update(facts)
@@ -101,7 +101,7 @@ AUTO = Path("auto")
 
 
 def for_array_task(config: RunConfig, environment: Mapping[str, str]) -> RunConfig:
-    """The run as this task of a Slurm array has it: the task's number behind the name, so that no two share a name."""
+    """The run of this task of a Slurm array: the task's number is appended to the name, so that names differ."""
     task = environment.get("SLURM_ARRAY_TASK_ID", "")
     if not task.isdecimal():
         return config
@@ -125,7 +125,7 @@ def choose_resume(config: RunConfig, asked: Path | None, environment: Mapping[st
         return asked, ""
     folders = list(run_folders(config.run.parent, config.run.name))
     if job is not None:
-        # One whose record is lost may be this job's: without another, to begin anew would be worse.
+        # One whose record is lost may be this job's: if there is no other, beginning anew would be worse.
         begun = {path: _is_of(path, job) for path in folders}
         folders = [path for path in folders if begun[path]] or [path for path in folders if begun[path] is None]
     for path in folders:
@@ -144,7 +144,7 @@ def run_folders(parent: Path, name: str) -> Iterator[Path]:
 
 
 def _is_of(folder: Path, job: str) -> bool | None:
-    """Whether a run folder was begun or continued by this Slurm job; None where its record is lost."""
+    """Whether a run folder was begun or continued by this Slurm job; None if its record is lost."""
     try:
         return any(start.get("slurm_job_id") == job for start in read(folder))
     except (OSError, RecordError) as error:

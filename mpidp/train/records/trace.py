@@ -40,7 +40,7 @@ def events(
     for name, number in tracks.items():
         found.append(_metadata(rank, number, "thread_name", {"name": "training" if number == 0 else name}))
         found.append(_metadata(rank, number, "thread_sort_index", {"sort_index": number}))
-    # Of spans that begin together the longest is the one around the others.
+    # Of spans that begin at the same time the longest contains the others.
     for span in sorted(spans, key=lambda span: (span.start_ns, -span.stop_ns)):
         start_ns, stop_ns = to_axis_ns(span.start_ns), to_axis_ns(span.stop_ns)
         found.append(
