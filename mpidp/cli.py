@@ -167,7 +167,7 @@ COMMANDS = (
 def run() -> NoReturn:
     """Run the command line of this process and exit with its code: the console script `mpidp`."""
     if sys.argv[1:2] == ["train"]:
-        signals.watch()  # the sooner, the fewer signals end a job instead of stopping it
+        signals.watch()  # as early as possible: before this a signal ends the job instead of stopping it
     try:
         if sys.stdout is None:
             discard_output()
@@ -175,7 +175,7 @@ def run() -> NoReturn:
         sys.stdout.flush()
     except BrokenPipeError:
         if not is_unread() or _is_one_of_many():
-            raise  # another pipe; or the other ranks wait
+            raise  # of another pipe, or other ranks wait
         discard_output()
         code = UNREAD
     if _is_one_of_many():
@@ -205,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
-    """Run the command that the first words name, or say which there are."""
+    """Run the command that the first words name, or raise an error that lists the commands."""
     if words == ["--version"]:
         _say(f"mpidp {mpidp.__version__}")
         return DONE
@@ -250,7 +250,7 @@ def _answer(command: Command, options: Any) -> int:
             f"or srun, which started {size} of it, or with one task of many CPUs."
         )
     if command.under_launcher == "first" and not speaks():
-        return DONE  # one process answers for all
+        return DONE  # one process prints for all
     answer: str | tuple[str, bool] | int = _load(command.run)(options)
     if isinstance(answer, int):
         return answer
@@ -277,13 +277,13 @@ def _list_commands(group: str = "") -> str:
 
 
 def _with_home(word: str) -> str:
-    """A word whose "~" the shell has left, as in --resume=~/runs/digits, or quoted."""
+    """Expands a "~" that the shell has not, as in --resume=~/runs/digits, or quoted."""
     option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
     return f"{option}{equals}{os.path.expanduser(value)}"
 
 
 def speaks() -> bool:
-    """Whether this process is the one that prints: rank 0, which is another one when the first has died."""
+    """Whether this process is the one that prints: rank 0, also after the first rank 0 has died."""
     world = current_world()
     return launch_facts(os.environ).speaks if world is None else world.rank == 0
 

@@ -21,7 +21,7 @@ Arguments = dict[str, Any]  # keyword arguments by name: strings, numbers, boole
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """Which values of a setting are allowed, and how errors say it. It stands in the setting's type."""
+    """Which values of a setting are allowed, and the text for errors; part of the annotated type of the setting."""
 
     is_allowed: Callable[[Any], bool]
     allowed: str
@@ -49,7 +49,7 @@ _RUN_NAME = Check(
 
 @dataclasses.dataclass(frozen=True)
 class RunSection:
-    """What this run is called and what makes it repeatable."""
+    """Name, folder and seed of the run."""
 
     name: Annotated[str, _RUN_NAME] = "run"
     """Name of the run; its folder is FOLDER/NAME, never overwritten."""
@@ -66,7 +66,7 @@ class RunSection:
 
 @dataclasses.dataclass(frozen=True)
 class FieldSection:
-    """How one of data.fields is made of a dataset, where it is not taken as it is stored."""
+    """How one of data.fields is read from a dataset, if not as it is stored."""
 
     dataset: str = ""
     """Dataset in the files; empty for the one of the field's name."""
@@ -81,7 +81,7 @@ class FieldSection:
     offset: float = 0.0
     """Then this is added."""
     decode: str = ""
-    """module:function that makes numbers of an array of stored values (strings, compounds); empty for none."""
+    """module:function that turns an array of stored values (strings, compounds) into numbers; empty for none."""
     cf: bool = False
     """Whether attributes of netCDF (_FillValue, scale_factor, ...) are honoured: unpacked values, NaN where missing."""
 
@@ -106,7 +106,7 @@ class DataSection:
     """Order of samples: streams (whole chunks, mixed; fast), full (uniform; slow on chunks of many samples), none; auto
     is full where samples are large and can be read alone, else streams."""
     streams: _Count = 0
-    """Virtual workers of the order; 0 chooses from the file, never from the number of ranks."""
+    """Streams of the shuffled order; 0 chooses from the file, never from the number of ranks."""
     mixing_chunks: _Count = 0
     """Chunks of a stream whose rows are mixed with each other; 0 chooses from the file and memory_bytes."""
     mode: Literal["stream", "node", "store", "stage"] = "stream"
@@ -194,7 +194,7 @@ class TrainSection:
     fault_tolerance: Literal["abort", "shrink"] = "abort"
     """When a rank dies: end the job, or go on without it, where MPI can (docs/fault_tolerance.md)."""
     min_ranks: _Positive = 1
-    """With fewer ranks left the job ends after all."""
+    """With fewer ranks left the job ends, also with fault_tolerance = "shrink"."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,19 +202,19 @@ class ReduceSection:
     """How gradients are averaged over ranks."""
 
     reducer: Literal["auto", "naive", "flat", "node", "staged", "null"] = "auto"
-    """How buckets are summed over ranks; auto goes by the facts of the world, and says what it chose and why."""
+    """Reducer of the gradients; auto chooses one by the nodes and devices of the ranks, and logs which and why."""
     bucket_bytes: _Positive = 8 * 2**20
     """Size of a gradient bucket in bytes."""
     piece_bytes: _Count = 0
-    """Largest buffer given to one call of MPI, in bytes; 0 for what suits the network."""
+    """Largest buffer given to one call of MPI, in bytes; 0 chooses it by the network."""
     comm_dtype: Literal["full", "bf16", "fp16"] = "full"
-    """What travels for float32 gradients: all of it, or 16 bits, summed in 32."""
+    """Dtype in which float32 gradients are sent: full, or one of 16 bits, summed in float32."""
     error_feedback: bool = False
-    """With 16-bit communication, add what rounding lost to the next step's gradient."""
+    """With 16-bit communication, add the rounding error to the gradient of the next step."""
     check_finite: bool = True
     """Stop, naming parameter and rank, when a gradient is infinite or NaN before it is summed."""
     overlap: Literal["auto", "on", "off"] = "auto"
-    """Reduce while backward still runs; auto does so where a network or a GPU is waited for."""
+    """Reduce while backward still runs; auto does so on several nodes and on GPUs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,9 +228,9 @@ class CheckpointSection:
     keep: _Positive = 3
     """Newest checkpoints kept; older ones are deleted."""
     background: bool = True
-    """Train on while files are written; only a copy of the state in memory is waited for."""
+    """Go on training while files are written; training waits only for a copy of the state in memory."""
     on_failure: Literal["stop", "warn"] = "stop"
-    """When one cannot be written: stop all ranks with the reason, or warn and train on; the one before stays."""
+    """If a checkpoint cannot be written: stop all ranks, or warn and go on; the one before is kept."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,10 +249,10 @@ class LogSection:
 
 @dataclasses.dataclass(frozen=True)
 class WatchSection:
-    """What is done about ranks that keep the others waiting, and about copies of the model that differ."""
+    """Limits for the time that ranks wait for others, and the comparison of the ranks' models."""
 
     stall_warning_s: _NotNegative = 60.0
-    """Seconds that ranks wait for others before it is said for whom, and where each is; 0 for never."""
+    """Seconds that ranks wait for others before a report says which are missing, and where; 0 for never."""
     stall_abort_s: _NotNegative = 600.0
     """Seconds before the job is ended; 0 for never."""
     compare_steps: _Count = 100
@@ -261,7 +261,7 @@ class WatchSection:
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """Everything a training run is told, one section a field."""
+    """All settings of a training run; each field is a section."""
 
     run: RunSection = RunSection()
     data: DataSection = DataSection()

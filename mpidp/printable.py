@@ -8,7 +8,7 @@ import re
 import reprlib
 from collections.abc import Iterable
 
-# C0, DEL and C1, Unicode's line ends, and what stands for a byte that is no UTF-8.
+# C0, DEL and C1, Unicode's line ends, and the surrogates that stand for bytes that are not UTF-8.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _CONTROL_IN_LINES = re.compile("(?![\n\t])" + _CONTROL.pattern)
 

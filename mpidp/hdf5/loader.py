@@ -51,7 +51,7 @@ _SETTINGS = (
 
 
 class HDF5Loader(Passes):
-    """Iterates over the steps of an epoch: `for batch in loader`. Constructing it is collective.
+    """A loader of HDF5 files: `for batch in loader` gives this rank's batches of an epoch. Construction is collective.
 
         world = mpidp.init()
         loader = mpidp.HDF5Loader("train.h5", fields=("x", "y"), global_batch=256, split=("train", 0.1))
@@ -59,46 +59,47 @@ class HDF5Loader(Passes):
             for batch in loader:
                 loss = batch.weigh(F.cross_entropy(model(batch.x), batch.y))
 
-    One `for` loop is one epoch; at its end the next epoch, with another order, is current. A batch counts as
-    consumed when it is handed out, so `state_dict()` inside the loop body includes it, and what was only read
-    ahead is never included. A loop that was left early is continued by the next one, behind the last batch
-    handed out, and the logger `mpidp` says so once; `restart()` begins the epoch anew. In file order
+    One `for` loop is one epoch; after it the next epoch, with another order, is current. A batch counts as
+    consumed when it is handed out, so `state_dict()` inside the loop body includes it, but no batches that were only
+    prefetched. A loop that was left early is continued by the next one, after the last batch handed out,
+    which is logged once; `restart()` begins the epoch anew. In file order
     (`shuffle="none"`) every loop begins at the start instead, but for the first one after `load_state_dict`.
-    Every rank takes the same number of steps, `len(loader)`; no iteration is collective, but for mode "store", in
-    which every rank must take them.
+    Every rank takes the same number of steps, `len(loader)`. Iteration is not collective, except in mode "store", in
+    which all ranks must take every step.
 
     Each field of a `Batch` is a tensor (samples of this rank, *shape of a sample) on `world.device`. A batch on the CPU
-    is memory of the loader's, which is used again when nothing refers to it any more.
+    is in memory of the loader, which is used again when nothing refers to it any more.
 
     Attributes:
-        dataset: what was found in the files; `len(loader.dataset)` is the number of samples that this loader takes.
+        dataset: description of the files; `len(loader.dataset)` is the number of samples that this loader takes.
         order: which samples form the batches of each epoch.
         world: the ranks that share the samples.
         mode: where rows come from.
 
     Args:
-        paths: one HDF5 file or several, laid end to end.
-        fields: names of datasets, or `FieldSpec`s for what is not taken as it is stored along the first axis.
+        paths: one HDF5 file or several, read as one data set.
+        fields: names of datasets, whose first axis counts the samples, or `FieldSpec`s for other cases.
         global_batch: samples of a step over all ranks.
         seed: of order, split and the transforms' random numbers; 0 to 2^64 - 1.
         world: the ranks that share the samples; those of `mpidp.init()` by default, and this process alone if it was
             not called. `World.alone()` is this process alone in any case.
         shuffle: "streams", "full" or "none" (see `Order`), or "auto": "full" for large samples that can be read one by
-            one at next to no cost, else, or where streams or mixing_chunks are given, "streams".
+            one at little cost; else, or if streams or mixing_chunks are given, "streams".
         streams, mixing_chunks: see `Order`; chosen from the file, `global_batch` and `memory_bytes` when None.
         split: ("train", f) or ("validation", f) takes that part of the rows, f being the fraction for validation.
-        transform: is given the fields of a batch, a dict of tensors (samples, ...) on the device, and returns such a
-            dict with as many samples; batches may have none. If it takes a second argument, that is a `SampleRandom`.
+        transform: takes the fields of a batch, a dict of tensors (samples, ...) on the device, and returns such a
+            dict with as many samples, which may be 0. If it takes a second argument, that is a `SampleRandom`.
             What it draws depends on seed, epoch and sample, not on the number of ranks.
         prefetch_batches: how many batches are read ahead, at least 1.
         mode: where rows come from; it never changes which samples form a batch. "stream": from the files, by threads.
             "node": from one decoded copy in the memory of each node. "store": from the memory of all ranks, over
             which the data are spread. "stage": from a copy of the files in `stage_folder`, made once a node.
-        sample_transform: is given the fields of one sample on the CPU and a `torch.Generator` of the sample's own, and
+        sample_transform: takes the fields of one sample on the CPU and a `torch.Generator` of the sample's own, and
             returns the same fields and shapes for every sample.
         stage_folder: a folder on each node for mode "stage"; the job's temporary folder when None.
-        threads: that decode; this rank's cores when None.
-        memory_bytes: of each node that decoded rows read ahead may take; an eighth of it, at most 2 GiB, when None.
+        threads: number of threads that decode; this rank's cores when None.
+        memory_bytes: memory of each node for decoded rows that are read ahead; an eighth of it, at most 2 GiB, when
+            None.
         allow_holes: whether chunks that were never written may read as the dataset's fill value.
         drop_last: leave out an epoch's last step if it has fewer than `global_batch` samples.
 
@@ -198,7 +199,7 @@ class HDF5Loader(Passes):
             try:
                 assembled = next(self._steps_here())
             except BaseException:
-                self._end_reading()  # so that another pass starts anew, and says what is wrong if it still is
+                self._end_reading()  # so that another pass starts anew, and raises again if the cause remains
                 raise
             self._position = assembled.step.stop
             self._steps_at = self._epoch, self._position
@@ -227,7 +228,7 @@ class HDF5Loader(Passes):
             self._source = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the order depends on, and how many global samples of which epoch were handed out."""
+        """Return the position: epoch, global samples handed out, and all that the order depends on. Not collective."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -241,15 +242,15 @@ class HDF5Loader(Passes):
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, accept_changed: bool = False) -> None:
-        """Go on where `state` was taken: exactly its unseen samples follow.
+        """Go on where `state` was taken: exactly its unseen samples follow. Not collective; call it on every rank.
 
         Seed, streams, mixing_chunks and, if it was chosen by "auto", shuffle of `state` are adopted. Another global
         batch, another number of ranks and other paths of the same files are fine.
 
         Args:
             state: what `state_dict()` returned, of a loader of this version.
-            accept_changed: begin the epoch anew, and say so, where the files hold other rows, chunks or values than
-                those of `state`, instead of raising.
+            accept_changed: if the files hold other rows, chunks or values than those of `state`, begin the epoch anew
+                and log it, instead of raising.
 
         Raises:
             DataError: other rows, chunks or values; another shuffle; and, if the rows are split by the seed, another
@@ -311,7 +312,7 @@ class HDF5Loader(Passes):
         return BatchRing(self.dataset.fields, most, self._prefetch_batches + 2, self.world.device)
 
     def _steps_here(self) -> Iterator[Assembled]:
-        """Return what gives the step at the present position next."""
+        """Return the iterator whose next step is the one at the present position."""
         if self._steps is None or self._steps_at != (self._epoch, self._position):
             self._end_reading()
             if self._source is None:

@@ -38,11 +38,11 @@ class Shares(Passes):
 
     Every sample comes once an epoch, in an order that depends on seed and epoch; a global batch holds the same
     samples at any number of ranks, and every rank takes the same number of steps. Epoch follows epoch by itself.
-    A step counts as consumed when `steps` hands it out, whatever the workers of the DataLoader have fetched ahead,
-    and `state_dict()` says how far that is: another number of ranks and another global batch may go on from there.
+    A step counts as consumed when `steps` hands it out, whatever the workers of the DataLoader have prefetched;
+    `state_dict()` is that position, from which another number of ranks and another global batch may go on.
 
     Args:
-        num_samples: length of the data set, an ordinary one that is indexed by 0 to `num_samples` - 1.
+        num_samples: length of the data set, which is indexed by 0 to `num_samples` - 1.
         global_batch: samples of a step over all ranks.
         seed: of the order.
         shuffle: False for the order of the data set, in which every loop begins at the start.
@@ -93,10 +93,10 @@ class Shares(Passes):
             loader: a DataLoader with these shares as its `batch_sampler`.
 
         Yields:
-            share: what this rank has in the step, a `Batch` without fields: `share.weigh(loss)`, `share.size`,
+            share: this rank's share of the step, a `Batch` without fields: `share.weigh(loss)`, `share.size`,
                 `share.global_size` and `share.indices`.
-            batch: what the loader made of these samples. Where `share.size` is 0, it is made of one sample of the
-                step that stands in: `weigh` gives it no weight, and a metric must leave it out.
+            batch: what the loader returned for these samples. Where `share.size` is 0, it holds one sample of the
+                step in their place: `weigh` gives it no weight, and a metric must leave it out.
 
         Raises:
             DataError: another batch sampler, or one whose batches do not come in order.
@@ -125,7 +125,7 @@ class Shares(Passes):
         self._position, self._continues = 0, False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the order depends on, and how many global samples of which epoch were handed out."""
+        """Return the position: epoch, global samples handed out, and all that the order depends on. Not collective."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -136,7 +136,7 @@ class Shares(Passes):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken: exactly its unseen samples follow, at any number of ranks.
+        """Go on where `state` was taken: exactly its unseen samples follow, at any number of ranks. Not collective.
 
         The seed of `state` is adopted. Another global batch is fine.
 

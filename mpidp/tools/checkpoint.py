@@ -85,7 +85,7 @@ def verify(options: VerifyOptions) -> tuple[str, bool]:
 
 
 def find(place: Path) -> list[Path]:
-    """The checkpoints that are meant by a run folder, a checkpoints folder or a checkpoint.
+    """The checkpoints in a run folder or a checkpoints folder, or the given one.
 
     Raises:
         CheckpointError: there are none.
@@ -103,7 +103,7 @@ def find(place: Path) -> list[Path]:
 
 
 def newest_whole(place: Path) -> tuple[Path, list[str]]:
-    """The newest whole checkpoint that is meant, all its content checked; and why newer ones were passed over.
+    """The newest complete checkpoint, with all its content checked; and why newer ones were skipped.
 
     Raises:
         CheckpointError: none is whole.
@@ -172,7 +172,7 @@ def export(options: ExportOptions) -> str:
 
 
 def _optimizer(state: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The plain optimizer's state, put together where each rank saved its share."""
+    """The state of the plain optimizer; joined if each rank saved its share."""
     from mpidp.train.sharded.state import plain_state
 
     return plain_state(state["optimizer"], partial(read_shard, path))
@@ -181,7 +181,7 @@ def _optimizer(state: dict[str, Any], path: Path) -> dict[str, Any]:
 def _write(path: Path, chosen: Any, options: ExportOptions, step: int) -> None:
     import torch
 
-    path.unlink(missing_ok=True)  # of a killed export; and never what somebody's link of that name leads to
+    path.unlink(missing_ok=True)  # left by a killed export; a link is removed, not its target
     with open(path, "xb") as file:
         if options.format == "torch":
             torch.save(chosen, file)

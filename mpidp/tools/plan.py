@@ -74,7 +74,7 @@ def state_ratio(make_optimizer: MakeOptimizer) -> float:
 
 
 def _state_share(config: RunConfig, ranks: int) -> float:
-    """Return which part of the optimizer's state a rank keeps; twice its share where training outlives ranks."""
+    """Return which part of the optimizer's state a rank keeps; two shares with fault_tolerance = "shrink"."""
     copies = 2 if config.train.fault_tolerance == "shrink" else 1
     return min(1.0, copies / ranks) if config.optimizer.sharded else 1.0
 

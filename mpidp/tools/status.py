@@ -61,13 +61,13 @@ def of_known_kinds(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in entry.items() if key not in _KINDS or _KINDS[key](value)}
 
 
-# A run that has not written for so long is no longer taken for running, unless Slurm says so.
+# A run that has not written for so long does not count as running, unless Slurm says so.
 SILENT_S = 300.0
 
 
 @dataclass(frozen=True)
 class RunState:
-    """How far a run is.
+    """The progress of a run.
 
     Attributes:
         path: its folder.
@@ -100,7 +100,7 @@ class RunState:
 
     @property
     def state(self) -> str:
-        """In a word or two."""
+        """The state in a word or two."""
         return self.end or ("running" if self.silent_s < SILENT_S else "silent")
 
 
@@ -141,7 +141,7 @@ def is_run(path: Path) -> bool:
 
 
 def silent_s(path: Path) -> float:
-    """Seconds since the last sign of life of the run in a folder: its start, or a record."""
+    """Seconds since the last start or record of the run in a folder."""
     files = (path / "metrics.jsonl", path / starts.FILE)
     return time.time() - max((file.stat().st_mtime for file in files if file.exists()), default=path.stat().st_mtime)
 
@@ -287,7 +287,7 @@ def slurm_state(job: str) -> str:
 
 
 def _ask(words: list[str]) -> str:
-    """The answer of a command of Slurm; "" where it is missing, refuses or knows nothing."""
+    """The output of a command of Slurm; "" if there is no such command, it fails, or prints nothing."""
     if shutil.which(words[0]) is None:
         return ""
     try:

@@ -21,7 +21,7 @@ from mpidp.options import HELP, Arg, parse_known
 from mpidp.printable import has_control
 from mpidp.tools.train import read_options
 
-MAX_RESTARTS = 100  # against a job that would come back for ever
+MAX_RESTARTS = 100  # so that a failing job is not requeued for ever
 
 # Names that sites give to partitions, accounts and so on; several may be joined by commas.
 _SITE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:@+=/-]*")
@@ -30,7 +30,7 @@ _SBATCH_OPTION = re.compile(r"--[a-z][a-z0-9-]*(=.*)?|-[A-Za-z]\S*")
 _NOT_QUOTED_BY_SBATCH = re.compile(r"""['"\\]""")
 # Minutes, minutes:seconds, hours:minutes:seconds, days-hours and so on, as sbatch has them.
 _TIME = re.compile(r"[0-9]+(:[0-9]{2}){0,2}|[0-9]+-[0-9]+(:[0-9]{2}){0,2}")
-_EARLY_S = 60  # so much earlier than asked for may Slurm send a signal
+_EARLY_S = 60  # Slurm may send a signal so much earlier than asked for
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class BatchJob:
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks of a node: one a GPU, unless it was said."""
+        """Ranks of a node; one a GPU by default."""
         return self.options.ranks_per_node or self.options.gpus_per_node
 
     @property
@@ -123,7 +123,7 @@ def read_job(words: Sequence[str]) -> tuple[BatchJob, RunConfig]:
 
 
 def _faults(job: BatchJob) -> Iterator[str]:
-    """Yield what is wrong with each value: that cannot be, or that a script cannot hold as one word."""
+    """Yield what is wrong with each value that is invalid, or that a script cannot hold as one word."""
     options = job.options
     for key in ("nodes", "gpus_per_node", "ranks_per_node", "cpus_per_task", "signal_s"):
         least = 1 if key == "nodes" else 0
@@ -230,7 +230,7 @@ def submit(job: BatchJob) -> str:
 
 
 def _describe(number: str, job: BatchJob, config: RunConfig) -> str:
-    """What was submitted and where to look."""
+    """A text about the submitted job: its number, and where its log and run folder are."""
     options = job.options
     ranks = options.nodes * job.ranks_per_node
     again = "; requeued when stopped" if options.requeue else ""

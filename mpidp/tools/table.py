@@ -31,7 +31,7 @@ def size_text(num_bytes: float) -> str:
 
 
 class Ticker:
-    """Tells on the standard error how many bytes of a total are done, a line an interval.
+    """Prints on standard error how many bytes of a total are done, a line each interval.
 
     Args:
         what: the verb in front, such as "verifying".
@@ -46,7 +46,7 @@ class Ticker:
         self._start = self._last_line = time.monotonic()
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes as done, and say so when it is time."""
+        """Counts bytes as done, and prints a line if the interval has passed."""
         self._done_bytes += num_bytes
         now = time.monotonic()
         if not self._speaks or now - self._last_line < self._interval_s or not self._done_bytes:
