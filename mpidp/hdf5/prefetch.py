@@ -45,7 +45,7 @@ class BatchRing:
         except IndexError:
             slot = {field.name: self._allocate(field) for field in self._fields}
         while len(self._free) > self._depth:
-            self._free.pop()  # allocated while somebody kept many batches
+            self._free.pop()  # allocated while the program kept many batches
         lease = _Lease()
         weakref.finalize(lease, self._free.append, slot).atexit = False
         leased = {name: np.asarray(_Leased(array[:count], lease)) for name, array in slot.items()}
@@ -58,7 +58,7 @@ class BatchRing:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the memory that is in use or waiting, as long as nobody keeps batches."""
+        """Bytes of the memory that is in use or waiting, as long as the program keeps no batches."""
         return (self._depth + 1) * self._most_rows * sum(field.row_bytes for field in self._fields)
 
     def _allocate(self, field: Field) -> npt.NDArray[Any]:
@@ -152,7 +152,7 @@ def _wanted(stop: threading.Event, owner: threading.Thread) -> bool:
 
 
 def _put(items: "queue.Queue[T | _End]", item: "T | _End", wanted: Callable[[], bool]) -> bool:
-    """Put an item when there is room; return False if nobody wants it any more."""
+    """Put an item when there is room; return False if the prefetcher is closed."""
     while wanted():
         try:
             items.put(item, timeout=_POLL_S)

@@ -64,7 +64,7 @@ class Transport:
         call()
 
     def prepare(self, flat: Tensor) -> Callable[[], None]:
-        """What does so, for whoever keeps it. Not collective; calling it is, and allocates nothing but requests."""
+        """Returns a function that does so. Not collective; calling it is, and allocates only requests."""
         real = as_real(flat)
         travels = sent_dtype(real.dtype, self._options.comm_dtype)
         if travels not in SIXTEEN_BITS:
@@ -87,7 +87,7 @@ class Transport:
         return compensate_and_call
 
     def _prepare_allreduce(self, flat: Tensor) -> Callable[[], None]:
-        """The tensor is cut and wrapped for MPI here, once, which takes as long as summing a small one does."""
+        """Cuts and wraps the tensor for MPI once, which takes as long as summing a small one."""
         # Pieces help where several are under way. Blocking calls, as on a device, are best few and large.
         suitable = PIECE_BYTES if self._across_nodes and not flat.is_cuda else MAX_PIECE_BYTES
         piece_bytes = self._options.piece_bytes or suitable

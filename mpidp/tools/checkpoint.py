@@ -65,7 +65,7 @@ def list_checkpoints(options: ListOptions) -> str:
     lines.append(table(("name", "saved", "ranks", "files", "size", "state"), rows))
     lines += [f"{path.name} was not finished" for path in sorted(paths[0].parent.glob(f"{PARTIAL}*"))]
     aside = sorted(paths[0].parent.glob(f"step_*{ASIDE}*"))
-    lines += [f"{path.name} was passed over and kept; remove it when nobody wants it" for path in aside]
+    lines += [f"{path.name} was set aside, as a resume passed over it; remove it if not needed" for path in aside]
     return "\n".join(lines)
 
 

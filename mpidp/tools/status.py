@@ -248,7 +248,7 @@ def _details(run: RunState) -> str:
 def _state(run: RunState) -> str:
     if run.end or run.state == "running":
         return run.state
-    return "silent: it hangs, or died without a word"
+    return "silent: it hangs, or died without a record of its end"
 
 
 def _steps(run: RunState) -> str:

@@ -59,7 +59,7 @@ def cross_entropy(output: Tensor, target: Tensor, **arguments: float) -> Tensor:
 
 
 def _check_probabilities(output: Tensor, target: Tensor) -> None:
-    """Fractions cut off to integers would all be class 0, and of more dimensions nobody says where classes are."""
+    """Raises DataError for floating-point targets, unless they are probabilities of shape (N, C)."""
     if not isinstance(output, Tensor) or (target.dim() == 2 and output.shape == target.shape):
         return
     text = (

@@ -200,7 +200,7 @@ def _first_difference(own: Tensor, theirs: Tensor) -> str:
 
 
 def _read_later(value: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """A number on its way from a GPU, and when it is here; nobody waits for it."""
+    """A number that is being copied from a GPU, and the event after the copy, without waiting."""
     if value.device.type != "cuda":
         return value, None
     host = torch.empty((), dtype=value.dtype, pin_memory=True)

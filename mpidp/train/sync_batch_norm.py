@@ -94,7 +94,7 @@ def _gradient_of_input(normal: Tensor, gradient: Tensor | None, means: Tensor, s
 
 
 def _spread(channels: Tensor, batch: Tensor) -> Tensor:
-    """One number a channel, in a shape that meets the batch's."""
+    """One number a channel, in a shape that broadcasts to the batch's."""
     return channels.view(1, -1, *[1] * (batch.dim() - 2))
 
 
@@ -114,7 +114,7 @@ class SyncBatchNorm(_BatchNorm):
         model = mpidp.DataParallel(mpidp.SyncBatchNorm.convert(Net().to(world.device), world), world)
 
     Input: (samples, channels, ...) with 0 to 3 dimensions more; float64, float32, or 16 bits, in which statistics are
-    taken in float32. Second derivatives are not there.
+    taken in float32. Second derivatives are not supported.
 
     Attributes:
         group: the ranks; None for a layer that was made by hand or read from a file, until `convert` sees it.
@@ -145,7 +145,7 @@ class SyncBatchNorm(_BatchNorm):
         group = SyncGroup(world, list(layers)) if layers else None
         for number, layer in enumerate(layers.values()):
             former = layer.former if isinstance(layer, SyncBatchNorm) else type(layer)
-            # Whoever holds the layer, twice in one model or in a list, then holds the new one.
+            # The object stays the same, so all references to the layer, in a model or a list, see the new class.
             object.__setattr__(layer, "__class__", SyncBatchNorm)
             vars(layer).update(group=group, number=number, former=former)
         return module
@@ -164,7 +164,7 @@ class SyncBatchNorm(_BatchNorm):
         """Collective in training.
 
         Raises:
-            DataError: on all ranks, all ranks together have one value a channel.
+            DataError: on all ranks, there is only one value a channel on all ranks in sum.
         """
         if not self.training or (self.group is not None and self.group.size == 1):
             return super().forward(input)

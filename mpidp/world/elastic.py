@@ -107,7 +107,7 @@ class ElasticWorld:
                 return [member for member in before if member not in self.members]
 
     def _vote(self, flag: bool) -> bool:
-        """Whether all vote for it and nobody has died; the same answer on all. Collective, until one answer is no."""
+        """Whether all vote for it and none has died; the same answer on all. Collective; not after an answer of no."""
         assert not self._has_disagreed
         try:
             is_agreed = bool(self._comm.Agree(int(flag)))
@@ -167,7 +167,7 @@ def agreed(comm: MPI.Intracomm, flag: bool) -> bool:
         comm.Ack_failed()
         try:
             return bool(comm.Agree(int(flag)))
-        except MPI.Exception as error:  # somebody died who was not known to be dead: on all ranks
+        except MPI.Exception as error:  # raised on all ranks, when another death becomes known
             if not is_loss(error):
                 raise
 

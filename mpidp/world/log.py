@@ -1,8 +1,8 @@
 """The loggers `mpidp` and `mpidp.rank`, and standard streams whose reader may be gone.
 
-The library prints nothing on standard output, which is the program's. Two loggers: `mpidp` is what the job has to say,
-told by rank 0 (`World.log_once`) and, from WARNING up, by any rank; `mpidp.rank` is what concerns one rank alone, such
-as how long a checkpoint took: it goes to a run's `logs/` and to handlers of the program's own.
+The library prints nothing on standard output, which belongs to the program. `mpidp` is the logger of the job: rank 0
+logs there (`World.log_once`) and, from WARNING up, any rank. `mpidp.rank` is for what concerns one rank alone, such as
+how long a checkpoint took: it goes to a run's `logs/` and to the program's own handlers.
 """
 
 import logging
@@ -20,7 +20,7 @@ STDOUT = 1
 
 
 class StderrHandler(logging.Handler):
-    """Writes what the job has to say, a line at a time, as long as the program has no handlers at the root logger.
+    """Writes the job's log lines to standard error, as long as the program has no handlers at the root logger.
 
     Args:
         guard: knows this rank's number, which changes when other ranks have died.
@@ -42,7 +42,7 @@ class StderrHandler(logging.Handler):
             whose = f"{self._guard.tag} " if self._guard.rank else ""
             sys.stderr.write(f"mpidp: {whose}{self.format(record)}\n")
             sys.stderr.flush()
-        except (OSError, ValueError):  # nobody reads it any more, and no training ends for that
+        except (OSError, ValueError):  # the reader has gone, which must not end training
             job_log.removeHandler(self)
 
 
@@ -56,7 +56,7 @@ def log_to_stderr(guard: "AbortGuard") -> None:
 
 
 def pass_on_output() -> None:
-    """Flushes what the program has printed, on its way to a last message: a failure must not keep that from coming."""
+    """Flushes what the program has printed, before a last message, which a failure to flush must not prevent."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -65,9 +65,9 @@ def pass_on_output() -> None:
 
 
 def discard_output() -> None:
-    """From here on standard output goes nowhere, what could not be written before included."""
+    """Discards standard output from now on, with what could not be written before."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    if nowhere != STDOUT:  # as it is where the program was started without one
+    if nowhere != STDOUT:  # equal if the program was started without standard output
         os.dup2(nowhere, STDOUT)
         os.close(nowhere)
     if sys.stdout is None:

@@ -1,8 +1,8 @@
 """Shared memory of the ranks of a node.
 
 Each rank makes an anonymous file in memory and the others of its node map it. A mapping lives as long as some tensor
-looks into it, so nobody's tensor ever points to memory that is gone, and giving it back is not collective. It takes
-no room of /dev/shm, which is small in containers, and leaves nothing behind when a job is killed.
+refers to it, so no tensor ever points to unmapped memory, and dropping it is not collective. It takes no
+room of /dev/shm, which is small in containers, and leaves nothing behind when a job is killed.
 """
 
 import logging

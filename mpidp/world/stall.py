@@ -11,7 +11,7 @@ from mpidp.world.stacks import Look
 
 ANSWER_S = 2.0  # for a rank to tell where it is
 ASK, LOOK = "ask", "look"
-MOST_NAMED = 8  # ranks that are described one by one; a thousand stacks help nobody
+MOST_NAMED = 8  # ranks that are described one by one; a thousand stacks would be too many to read
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def deserted(seen: Sequence[Seen], least_s: float) -> tuple[list[Seen], list[See
     others = [rank for rank in seen if not rank.beat.has_left]
     waiting = [rank for rank in others if rank.is_waiting and rank.beat.wait_s >= least_s]
     for_all = [rank for rank in waiting if rank.beat.wait_ranks == len(seen)]
-    # A call of some ranks only may not have those that left among them, unless nobody else could still come.
+    # A call of some ranks only may not have those that left among them, unless no other rank could still come.
     if left and (for_all or (waiting and len(waiting) == len(others))):
         return left, for_all or waiting
     return [], []

@@ -208,7 +208,7 @@ def test_how_starts_ended(run: Path) -> None:
         del start["end"]
     (run / "env.json").write_text(json.dumps(starts))
     found = read(run, "run")
-    assert found.end(0) == "without a word: killed, or aborted"
+    assert found.end(0) == "without a record of its end: killed, or aborted"
     assert found.end(1) == "still running"
     assert "silent" in dataclasses.replace(found, silent_s=1e6).end(1)
     (run / "env.json").write_text(json.dumps([{"hosts": [f"node{number:03}" for number in range(200)]}]))

@@ -56,7 +56,7 @@ def test_a_run_that_ended_and_one_that_fell_silent(tmp_path: Path) -> None:
     lines = status(tmp_path / "runs").splitlines()
     assert lines[0].split()[:4] == ["run", "state", "step", "loss"]
     assert lines[1].startswith("ended ") and " done " in lines[1]
-    assert lines[2].startswith("silent ") and "died without a word" in lines[2]
+    assert lines[2].startswith("silent ") and "died without a record of its end" in lines[2]
 
 
 def test_a_run_before_its_first_step(tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ _DIGEST_BYTES = 16
 def digest(dataset: Any, axis: int) -> str:
     """Return a digest of some values of an open dataset: of its first, middle and last rows along `axis`.
 
-    It is "" where they cannot be read, or h5py has no type for them; whoever reads these rows names what is damaged.
+    It is "" where they cannot be read, or h5py has no type for them; an error names the damage when these rows are
+    read.
     """
     try:
         return _digest(dataset, axis)

@@ -152,7 +152,7 @@ class Staging:
         except BaseException:
             _leave(self._marks, os.getpid(), _parts(plan))
             raise
-        # Also at exit; and when nobody holds this any more.
+        # Also at exit, and when this is collected.
         self._finalizer = weakref.finalize(self, _leave, self._marks, os.getpid(), ())
         self.paths: dict[str, str] = {place.source.path: str(place.file) for place in plan.places}
         self.line = _line(plan, time.perf_counter() - start_s)

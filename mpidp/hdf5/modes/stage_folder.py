@@ -106,7 +106,7 @@ def place_of(root: Path, source: Source) -> Place:
 def locked(root: Path) -> Iterator[None]:
     """Keep other processes of the node out of `root`, which is made if needed and removed if left empty.
 
-    Raises `DataError` if it belongs to somebody else, who could change what is in it.
+    Raises `DataError` if it belongs to another user, who could change what is in it.
     """
     descriptor = _lock(root)
     try:
@@ -124,7 +124,7 @@ def _lock(root: Path) -> int:
         root.mkdir(mode=0o700, exist_ok=True)
         try:
             descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except FileNotFoundError:  # whoever had it found it empty and removed it
+        except FileNotFoundError:  # its last user found it empty and removed it
             continue
         facts = os.fstat(descriptor)
         if facts.st_uid != os.getuid() or facts.st_mode & 0o077:
@@ -160,7 +160,7 @@ class Mark:
 
 
 def sweep(root: Path) -> None:
-    """Remove what nobody uses from `root`. Call it inside `locked`."""
+    """Remove what no process uses from `root`. Call it inside `locked`."""
     used: set[str] = set()
     for mark in list(root.glob(f"{_MARK}*")):
         if _is_locked(mark):

@@ -149,7 +149,7 @@ def _summary(path: str, plan: Plan) -> str:
 
 
 _HDF5_SUFFIXES = (".h5", ".hdf5", ".he5", ".hdf", ".nc", ".mat")
-# What nobody means to be the name of an HDF5 file.
+# Suffixes that no HDF5 file has.
 _OTHER_SUFFIXES = (".npy", ".npz", ".csv", ".tsv", ".txt", ".png", ".jpg", ".jpeg")
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _ONLY = {

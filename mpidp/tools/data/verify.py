@@ -228,7 +228,7 @@ def _described(dataset: Any, name: str, facts: Facts) -> tuple[Work | None, dict
         return None, {"unreadable": f"is damaged, and was not read: {damage}"}
     if gaps := virtual_gaps(dataset):
         work = None if dataset.external else describe_work(dataset, name)
-        return work, {"dangling": f"{gaps} is missing, and HDF5 would read fill values without a word"}
+        return work, {"dangling": f"{gaps} is missing, and HDF5 would silently read fill values"}
     return describe_work(dataset, name), {}
 
 

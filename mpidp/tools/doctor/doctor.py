@@ -27,7 +27,7 @@ FOUND_FAILURE = 3
 
 
 def doctor(options: DoctorOptions) -> int:
-    """Look, print, and return the exit code: 0, or 3 where something fails. Collective under a launcher."""
+    """Run all checks, print a report, and return the exit code: 0, or 3 for a failure. Collective under a launcher."""
     if options.log:
         return _say(Report(_read(options.log)), options)
     _end_at_sigterm(False)
@@ -68,7 +68,7 @@ def _on_ranks(facts: RankFacts, options: DoctorOptions) -> int:
     comm = start_guarded()
     _end_at_sigterm(False)
     facts = replace(facts, mpi=describe())
-    if facts.launch.size not in (None, comm.size):  # every process is alone, and sees all that is to be said
+    if facts.launch.size not in (None, comm.size):  # MPI has not understood the launcher, and every process is alone
         return _say_as_one_of_many(Report(check([facts]), [facts]), facts, options)
     job, offsets_s = comm.gather(facts, root=0), clock_offsets(comm)
     findings = check(job, offsets_s) if job else []

@@ -52,7 +52,7 @@ class Versions:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """All of it. `mpi_error` and `hdf5_error` say why there is no `mpi` or `hdf5`."""
+    """All facts of a rank. `mpi_error` and `hdf5_error` say why there is no `mpi` or `hdf5`."""
 
     launch: LaunchFacts
     environment: Mapping[str, str]
@@ -132,7 +132,7 @@ class Answer:
 
 
 class Child:
-    """A child at work: it starts at construction, so that several may work at once.
+    """A child process, which starts at construction, so that several may run at once.
 
     It gets none of the launcher's variables, so that no library takes it for a rank.
     """

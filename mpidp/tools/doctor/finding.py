@@ -57,7 +57,7 @@ def worst(findings: Sequence[Finding]) -> Level:
 
 
 def merge(by_rank: Sequence[Sequence[Finding]], places: Sequence[str]) -> list[Finding]:
-    """Put together what each rank found; the order is that of the first rank that has it.
+    """Merge the findings of all ranks; the order is that of the first rank that has it.
 
     Findings of one level and code are one line: the numbers in their texts are those of the first rank.
 
@@ -69,7 +69,7 @@ def merge(by_rank: Sequence[Sequence[Finding]], places: Sequence[str]) -> list[F
     ranks: dict[tuple[Level, str, str], list[int]] = {}
     for rank, findings in enumerate(by_rank):
         for finding in findings:
-            # Good news of different ranks differ in numbers only. Bad news must not hide each other.
+            # OK findings of different ranks differ in numbers only; others must not hide each other.
             key = (finding.level, finding.code, "" if finding.level is Level.OK else finding.fix)
             firsts.setdefault(key, finding)
             if rank not in ranks.setdefault(key, []):
@@ -88,7 +88,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Report:
-    """What doctor has to say.
+    """The report of doctor.
 
     Attributes:
         findings: for the whole job.

@@ -183,8 +183,8 @@ class Run:
         if said:
             return str(said)
         if number + 1 < len(self.starts):
-            return "without a word: killed, or aborted"
-        return "still running" if self.silent_s < SILENT_S else "silent: it hangs, or died without a word"
+            return "without a record of its end: killed, or aborted"
+        return "still running" if self.silent_s < SILENT_S else "silent: it hangs, or died without a record of its end"
 
 
 def read(path: Path, label: str) -> Run:

@@ -18,7 +18,7 @@ FORMAT = 2
 NAME = "manifest.json"
 # The fastest of hashlib's where the processor has instructions for it, as servers of the last years do.
 ALGORITHM = "sha256"
-# Some hundred bytes a rank: this is room for a million ranks, and no reason to read for ever.
+# Some hundred bytes a rank: enough for a million ranks, and not too much to read of a damaged file.
 _MOST_BYTES = 256 * 2**20
 
 
@@ -94,7 +94,7 @@ def read(folder: Path) -> Manifest:
 
 
 def _find_odd_value(manifest: Manifest) -> str | None:
-    """What no version of mpidp writes: its checksum is right, but it may be somebody else's."""
+    """What is wrong with a manifest whose checksum is right, as another program may have written it; or None."""
     for name in ("step", "ranks"):
         value = getattr(manifest, name)
         if type(value) is not int or not 0 <= value < 2**63:

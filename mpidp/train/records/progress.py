@@ -63,7 +63,7 @@ class Progress:
             print(text, flush=True)
         except BrokenPipeError:  # `... | head`, or the reader has ended: training must go on
             discard_output()
-            log.warning("nobody reads standard output any more; training goes on, and the run folder has its records")
+            log.warning("standard output has no reader any more; training goes on, and the run folder has its records")
 
 
 def _rich_bar(first_step: int, last_step: int) -> Any:
