@@ -36,10 +36,7 @@ OPEN_MPI = {  # as root, and with more ranks than cores, which then give way to 
     "OMPI_MCA_mpi_yield_when_idle": "1",
 }
 TERMINATE_S, PATIENCE_S = 10, 300
-WORKERS = {
-    "unit": 4,
-    "faults": 2,
-}  # of pytest-xdist, at most one a core; a test of faults starts a job of several ranks
+WORKERS = {"unit": 4}  # of pytest-xdist, at most one a core; the other folders start jobs of several ranks
 # Each ring: folder of tests, ranks under mpiexec or None, which of its tests by marker.
 RINGS: dict[str, list[tuple[str, int | None, str]]] = {
     "quick": [("unit", None, "not job")],

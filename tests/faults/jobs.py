@@ -58,7 +58,7 @@ def launch(
 def run_job(
     arguments: Sequence[str | Path],
     ranks: int,
-    timeout_s: float = 20.0,
+    timeout_s: float = 45.0,
     *,
     cwd: Path | None = None,
     environment: Mapping[str, str] | None = None,
@@ -70,7 +70,7 @@ def run_job(
     return finish(launch(arguments, ranks, cwd=cwd, environment=environment), timeout_s)
 
 
-def finish(job: subprocess.Popen[str], timeout_s: float = 20.0) -> Result:
+def finish(job: subprocess.Popen[str], timeout_s: float = 45.0) -> Result:
     """Wait for a launched job and return how it ended; nothing of it is left running."""
     try:
         stdout, stderr = job.communicate(timeout=timeout_s)
