@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from mpidp.errors import SHARED_MARK, LaunchError, MpidpError
-from mpidp.train.checksum import Piece
 from mpidp.train.sharded.gather import Gather, collect, make_channel
 from mpidp.train.sharded.layout import Run, by_parameter, holders, overlap, shards
 from mpidp.train.sharded.shard import Shard, check_divisible
@@ -194,11 +193,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Return the runs of which this rank is the first holder, with their state: each element on one rank."""
         own = set(self._lists[self.world.rank])
         return [part for part in self._shard.parts() if part[0] in own]
-
-    def owns_any(self, rank: int, pieces: Iterable[Piece]) -> bool:
-        """Return whether a rank is the first holder of any of these pieces of parameters."""
-        pointers = {piece.tensor.data_ptr() for piece in pieces}
-        return any(self._shard.flats[run.parameter].data_ptr() in pointers for run in self._lists[rank])
 
     def load_parts(self, parts: Iterable[Part]) -> None:
         """Loads what this rank holds from parts that together cover it, however they are split."""
