@@ -192,7 +192,7 @@ class TrainSection:
     on_end: _OptionalName = ""
     """Built-in, or module:function, called on rank 0 at the end; empty for none."""
     fault_tolerance: Literal["abort", "shrink"] = "abort"
-    """When a rank dies: end the job, or go on without it, where MPI can (docs/fault_tolerance.md)."""
+    """When a rank dies: end the job, or go on without it, where MPI can (docs/howto/fault_tolerance.md)."""
     min_ranks: _Positive = 1
     """With fewer ranks left the job ends, also with fault_tolerance = "shrink"."""
 

@@ -24,7 +24,7 @@ Run = Callable[..., Result]
 
 @pytest.fixture
 def run(tmp_path: Path, use_hosts: Callable[[Sequence[int]], None]) -> Run:
-    """Run a case of docs/failures.md on hosts; the last rank, or `rank`, is the one that fails."""
+    """Run a case of docs/reference/failures.md on hosts; the last rank, or `rank`, is the one that fails."""
 
     def call(case: str, layout: Sequence[int], rank: int | None = None, **changes: str) -> Result:
         use_hosts(layout)

@@ -49,7 +49,7 @@ def test_ranks_of_other_hosts_are_killed(place: Path, use_hosts: UseHosts) -> No
 
 
 def test_a_host_is_lost_with_its_daemon(place: Path, use_hosts: UseHosts) -> None:
-    """Behaviours 31, 43: the launcher ends the job, as docs/fault_tolerance.md says; it goes on without that host."""
+    """Behaviours 31, 43: the launcher ends the job, as docs/howto/fault_tolerance.md says; it goes on without it."""
 
     def kill() -> None:
         start = time.monotonic()

@@ -51,9 +51,9 @@ STRANGE_TEXT = "There are not enough slots available in the system to satisfy th
 # What a page takes for granted.
 BEFORE = {
     "README.md": [f"ln -s {sys.prefix} .venv"],
-    "docs/checkpoints.md": ["mpidp train jobs/digits.toml --train.epochs=1"],
-    "docs/report.md": ["mpidp train jobs/digits.toml --train.epochs=1"] * 2,
-    "docs/doctor.md": [f"echo '{STRANGE_TEXT}' >slurm-train-77.out"],
+    "docs/howto/checkpoints.md": ["mpidp train jobs/digits.toml --train.epochs=1"],
+    "docs/howto/report.md": ["mpidp train jobs/digits.toml --train.epochs=1"] * 2,
+    "docs/howto/doctor.md": [f"echo '{STRANGE_TEXT}' >slurm-train-77.out"],
 }
 
 TABLE: dict[str, dict[str, Run | Elsewhere | NotHere]] = {
@@ -82,7 +82,7 @@ TABLE: dict[str, dict[str, Run | Elsewhere | NotHere]] = {
         "python jobs/own_loop.py": Run("resumed from runs/own_loop/step_{}: step {}, epoch 5"),  # behind the other
         "module load ...; pip install '.[codecs]'": MODULES,
     },
-    "docs/checkpoints.md": {
+    "docs/howto/checkpoints.md": {
         "mpidp checkpoint list runs/digits": Run("step_00000023"),
         "mpidp checkpoint verify runs/digits": Run("step_00000023: whole"),
         "mpidp checkpoint export runs/digits": Run("model.pt: model of runs/digits/checkpoints/step_00000023"),
@@ -98,7 +98,7 @@ TABLE: dict[str, dict[str, Run | Elsewhere | NotHere]] = {
             "tests/faults/test_checkpoint_faults.py::test_kills_and_damage_at_random_points"
         ),
     },
-    "docs/cluster.md": {
+    "docs/tutorial/cluster.md": {
         "git clone <this repository> mpidp && cd mpidp": NotHere("the tests run in such a clone"),
         "module load python openmpi": MODULES,
         "python3 -m venv .venv && source .venv/bin/activate": Run(
@@ -121,18 +121,18 @@ TABLE: dict[str, dict[str, Run | Elsewhere | NotHere]] = {
         "touch runs/digits/STOP": Elsewhere("tests/faults/test_preemption.py::test_a_file_stops_the_run_once"),
         "srun -K": Elsewhere("tests/slurm/test_srun.py::test_the_exit_code_of_a_rank_that_fails"),
     },
-    "docs/data.md": {
+    "docs/howto/data.md": {
         # That test takes the fenced ones from the page itself.
         **{
             command.text: Elsewhere(DATA_PAGE)
-            for command in commands((ROOT / "docs/data.md").read_text())
+            for command in commands((ROOT / "docs/howto/data.md").read_text())
             if command.output or command.text.startswith("mpiexec")
         },
         "mpidp data COMMAND --help": Run("--shuffle-rows", (("COMMAND", "convert"),)),
         "pip install 'mpidp[images]'": REGISTRY,
         "pip install 'mpidp[compression]'": REGISTRY,
     },
-    "docs/doctor.md": {
+    "docs/howto/doctor.md": {
         "mpidp doctor data/digits.h5": Run("OK    data {} data/digits.h5"),
         "mpiexec -n 4 mpidp doctor": Run("OK    launch {} started 4 ranks, 4 on this node; MPI has understood it"),
         "mpidp doctor --probe": Run("probe.copy {} probe.step {} probe.checkpoint"),
@@ -142,31 +142,31 @@ TABLE: dict[str, dict[str, Run | Elsewhere | NotHere]] = {
         "srun --mpi=...": Elsewhere("tests/slurm/test_srun.py::test_they_do_not"),
         "mpidp doctor --log FILE": Run("FAIL  text.slots", (("FILE", "slurm-train-77.out"),), code=3),
     },
-    "docs/fault_tolerance.md": {"mpiexec --with-ft ulfm -n 4 mpidp train run.toml": Elsewhere(SHRINK)},
-    "docs/loader.md": {
+    "docs/howto/fault_tolerance.md": {"mpiexec --with-ft ulfm -n 4 mpidp train run.toml": Elsewhere(SHRINK)},
+    "docs/reference/loader.md": {
         "pip install 'mpidp[codecs]'": REGISTRY,
         "mpidp data inspect FILE": Run("data/digits.h5", (("FILE", "data/digits.h5"),)),
         "mpidp bench loader FILE --against dataloader": Run(
             "h5py", (("FILE", "data/digits.h5 --samples 300 --repeats 1 --shuffles streams"),)
         ),
     },
-    "docs/logging.md": {
+    "docs/reference/logging.md": {
         "mpidp data inspect FILE | head -1": Elsewhere(f"{OUTPUT}::test_a_reader_that_goes_away"),
         "mpidp train ... | head -1": Elsewhere(f"{OUTPUT}::test_training_outlives_its_standard_output"),
     },
-    "docs/report.md": {
+    "docs/howto/report.md": {
         "pip install 'mpidp[report]'": REGISTRY,
         "mpidp report runs/digits": Run("runs/digits/report.html"),
         "mpidp report runs/digits runs/digits-2 --output both.html": Run(
             "both.html: digits to step {}, digits-2 to step"
         ),
     },
-    "docs/security.md": {"mpidp train jobs/digits.toml --print-config": Run('name = "cnn"')},
-    "docs/sharded_optimizer.md": {
+    "docs/explanation/security.md": {"mpidp train jobs/digits.toml --print-config": Run('name = "cnn"')},
+    "docs/howto/sharded_optimizer.md": {
         "mpidp train jobs/digits.toml --dry-run --ranks 8 --optimizer.sharded=true": Run("optimizer state {} 37.4 KiB"),
     },
-    "docs/structure.md": {"make lint": Elsewhere(".ci/run::make lint")},
-    "docs/trace.md": {
+    "docs/explanation/structure.md": {"make lint": Elsewhere(".ci/run::make lint")},
+    "docs/howto/trace.md": {
         "mpiexec -n 4 mpidp train jobs/digits.toml --log.trace_steps=20": Run(
             "trace of 20 steps", (("digits.toml", "digits.toml --train.epochs=2"),)
         ),

@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [
+    "README.md",
+    *sorted(str(path.relative_to(ROOT)) for path in DOCS.rglob("*.md") if "decisions" not in path.parts),
+]
 SHELLS = ("console", "bash", "sh", "shell")
 # What a command begins with where no fence says that it is one; variables may stand before it.
 PROGRAM = re.compile(

@@ -1,4 +1,4 @@
-"""What docs/loader.md shows works as it is written (Behaviour 50)."""
+"""What docs/reference/loader.md shows works as it is written (Behaviour 50)."""
 
 import re
 import tomllib
@@ -14,7 +14,7 @@ import mpidp
 from mpidp.config import from_dict
 from mpidp.train.components import field_specs_of
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/loader.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/reference/loader.md"
 ROWS = 600
 
 
@@ -24,7 +24,7 @@ def blocks(language: str) -> list[str]:
 
 def test_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two epochs of the page's digits, the second with the tensors unpacked."""
-    monkeypatch.chdir(PAGE.parents[1])
+    monkeypatch.chdir(PAGE.parents[2])
     sizes: list[int] = []
 
     def model(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Programs that show the cases of docs/failures.md.
+"""Programs that show the cases of docs/reference/failures.md.
 
 Each is a training whose rank FAILS does what the case says, in a step or between two.
 """

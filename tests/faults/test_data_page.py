@@ -1,4 +1,4 @@
-"""docs/data.md: every command and program on it is run as written, and its output is what the page shows."""
+"""docs/howto/data.md: every command and program on it is run as written, and its output is what the page shows."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from jobs import mpiexec
 
 pytest.importorskip("PIL.Image")
 
-PAGE = Path(__file__).parents[2] / "docs" / "data.md"
+PAGE = Path(__file__).parents[2] / "docs/howto/data.md"
 
 
 def blocks() -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""docs/failures.md: every message on the page is one that a real job prints (behaviour 50)."""
+"""docs/reference/failures.md: every message on the page is one that a real job prints (behaviour 50)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from page_cases import CASES, program
 
 from jobs import ROOT, run_job
 
-PAGE = (ROOT / "docs" / "failures.md").read_text()
+PAGE = (ROOT / "docs/reference/failures.md").read_text()
 QUOTED = dict(re.findall(r"<!-- case: (\w+) -->\n```\n(.*?)```\n", PAGE, re.DOTALL))
 
 

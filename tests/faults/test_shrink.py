@@ -239,7 +239,7 @@ elastic.run(train)
 
 @needs_ulfm
 def test_a_loop_of_ones_own_goes_on(place: Path) -> None:
-    """Behaviour 31: the lines that docs/fault_tolerance.md shows."""
+    """Behaviour 31: the lines that docs/howto/fault_tolerance.md shows."""
     ulfm = shlex.join([*mpiexec(3)[:-2], "--with-ft", "ulfm"])
     with mock.patch.dict("os.environ", {"MPIEXEC": ulfm}):
         result = run_job(["-c", OWN_LOOP], 3, 120, cwd=place)

@@ -1,4 +1,4 @@
-"""The loops of docs/own_data.md train as one process does on the whole batches, and measure what it would measure."""
+"""The loops of docs/howto/own_data.md train and measure as one process does on the whole batches."""
 
 import copy
 import re
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import mpidp
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/own_data.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/howto/own_data.md"
 LR = 0.5
 N = 130  # the last step of an epoch has 2 samples: less than one a rank from 3 ranks on
 

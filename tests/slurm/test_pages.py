@@ -1,4 +1,4 @@
-"""The commands of README.md and docs/cluster.md that need a Slurm, typed there as they are written (Behaviour 50)."""
+"""The commands of README.md and docs/tutorial/cluster.md that need a Slurm, typed as written (Behaviour 50)."""
 
 import shutil
 import subprocess
@@ -9,7 +9,7 @@ from cluster import ROOT, Cluster
 from page_commands import commands
 from workplace import starts
 
-PAGE = (ROOT / "docs/cluster.md").read_text()
+PAGE = (ROOT / "docs/tutorial/cluster.md").read_text()
 # What the page says of nodes without GPUs, and the size of the nodes here.
 ON_CPUS, HERE = "--ranks-per-node 8 --cpus-per-task 16", "--ranks-per-node 1 --cpus-per-task 2"
 # The site's modules, which a job gets from the environment that it was submitted in.

@@ -127,11 +127,11 @@ def test_json() -> None:
 
 
 def test_the_page_names_every_finding_and_no_other() -> None:
-    """Behaviour 50: docs/doctor.md lists what may be found."""
+    """Behaviour 50: docs/howto/doctor.md lists what may be found."""
     tools = ROOT / "mpidp" / "tools" / "doctor"
     sources = [path.read_text() for path in (*tools.glob("check*.py"), tools / "known_texts.py")]
     pattern = r'\b(?:ok|warn|fail|Known)\(\s*"([a-z0-9_.]+)"'
     codes = {code for source in sources for code in re.findall(pattern, source)}
-    named = set(re.findall(r"^\| `([a-z0-9_.]+)` \|", (ROOT / "docs" / "doctor.md").read_text(), re.MULTILINE))
+    named = set(re.findall(r"^\| `([a-z0-9_.]+)` \|", (ROOT / "docs/howto/doctor.md").read_text(), re.MULTILINE))
     assert len(codes) > 70
     assert named == codes

@@ -34,7 +34,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_the_run_folder_and_the_schema_of_its_metrics(run: Run) -> None:
-    """docs/metrics.md describes these records field by field."""
+    """docs/reference/metrics.md describes these records field by field."""
     folder = run()
     names = {"config.toml", "env.json", "metrics.jsonl", "checkpoints", "logs"}
     assert {path.name for path in folder.iterdir()} >= names

@@ -1,4 +1,4 @@
-"""Losses, counts and seconds of the steps, and their records in `metrics.jsonl`. The schema is docs/metrics.md."""
+"""Losses, counts and seconds of the steps, and their records in `metrics.jsonl`. Schema: docs/reference/metrics.md."""
 
 import json
 import math
