@@ -12,16 +12,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mpidp.config import DataSection, LossSection, ModelSection, OptimizerSection, RunConfig, SchedulerSection, to_toml
-from mpidp.errors import ConfigError
+from mpidp.errors import ConfigError, DataError
 from mpidp.hdf5.field import FieldSpec
 from mpidp.hdf5.files.describe import describe
 from mpidp.hdf5.loader import HDF5Loader
 from mpidp.models import BUILT_IN as MODELS
 from mpidp.printable import listed, shown
-from mpidp.train.built_in import ELEMENTWISE, LOSSES, ON_END, TRANSFORMS, Loss, elementwise
+from mpidp.train.losses import ELEMENTWISE, LOSSES, Loss, elementwise
 
 if TYPE_CHECKING:
     from mpidp.train.data_parallel import DataParallel
@@ -94,9 +94,6 @@ def _takes(function: Callable[..., Any], args: tuple[Any, ...], arguments: Mappi
     except (TypeError, ValueError):
         return False
     return True
-
-
-OnEnd = Callable[[nn.Module, RunConfig], object]
 
 
 def build_model(config: RunConfig) -> nn.Module:
@@ -179,9 +176,54 @@ def build_loss(section: LossSection) -> Loss:
     return partial(function, **section.arguments)
 
 
+OnEnd = Callable[[nn.Module, RunConfig], object]
+ON_END = {"sample_text": "mpidp.train.components:sample_text"}
+SAMPLE_BYTES = 400
+
+
+def sample_text(model: nn.Module, config: RunConfig) -> None:
+    """Prints text that a byte-level language model writes, from the run's seed."""
+    generate = getattr(model, "generate", None)
+    if generate is None:
+        raise ConfigError(f"train.on_end = 'sample_text': model {config.model.name!r} has no method generate")
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(config.run.seed)
+    prompt = torch.tensor([[ord("\n")]], device=device)
+    model.eval()
+    tokens = generate(prompt, SAMPLE_BYTES, temperature=0.8, generator=generator)
+    text = bytes(tokens[0].tolist()).decode(errors="replace").strip()
+    print(f"A sample of what the model writes:\n\n{text}\n", flush=True)
+
+
 def build_on_end(config: RunConfig) -> OnEnd | None:
     """The function of the run file, called as `function(model, config)` on rank 0 after training; None for none."""
     return find("train.on_end", config.train.on_end, ON_END) if config.train.on_end else None
+
+
+TRANSFORMS = {
+    "image": "mpidp.train.components:image",
+    "next_token": "mpidp.train.components:next_token",
+}
+
+
+def image(fields: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Byte images (N, H, W) in the first field become float32 (N, 1, H, W) in [0, 1]; labels become int64."""
+    first, *rest = fields
+    pixels = fields[first]
+    if pixels.dim() != 3:
+        raise DataError(
+            f"transform 'image' wants field {first!r} of shape (N, height, width), found {tuple(pixels.shape)}"
+        )
+    changed = {first: (pixels.unsqueeze(1) / 255).float()}
+    return changed | {name: fields[name].long() for name in rest}
+
+
+def next_token(fields: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Windows of tokens (N, T + 1) become `input` and `target` (N, T), int64, the target one token ahead."""
+    if len(fields) != 1:
+        raise DataError(f"transform 'next_token' wants one field of token windows, found {listed(fields)}")
+    tokens = next(iter(fields.values())).long()
+    return {"input": tokens[:, :-1].contiguous(), "target": tokens[:, 1:].contiguous()}
 
 
 def build_loaders(config: RunConfig, world: World) -> tuple[HDF5Loader, HDF5Loader | None]:

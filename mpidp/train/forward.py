@@ -16,14 +16,14 @@ from mpidp.config import RunConfig
 from mpidp.errors import SHARED_MARK, DataError, MpidpError
 from mpidp.hdf5.batch import Batch
 from mpidp.train.batch_norm import explain_batch_norm
-from mpidp.train.built_in import Loss
 from mpidp.train.data_parallel import DataParallel
+from mpidp.train.losses import Loss
 from mpidp.world import communicators
 from mpidp.world.exit import MEMORY_ADVICE, is_out_of_memory
 from mpidp.world.status import status
 
 # Modules below the trainer whose errors are explained; the rest of this package raises errors of its own.
-_REFUSES = ("torch", "mpidp.models", "mpidp.train.built_in")
+_REFUSES = ("torch", "mpidp.models", "mpidp.train.losses")
 _OF_TORCH = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
 
 

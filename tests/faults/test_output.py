@@ -14,7 +14,7 @@ from tiny import make_workplace
 from jobs import ROOT, run_job
 
 # The command line prints; the library does not. (Those with a main of their own are run as children, and asked.)
-PRINTING = ("cli.py", "tools/", "train/records/progress.py", "train/built_in.py")
+PRINTING = ("cli.py", "tools/", "train/records/progress.py", "train/components.py")
 CHILDREN = ("world/library.py", "world/device.py", "hdf5/files/library.py")
 
 LOOP = """

@@ -6,8 +6,8 @@ import torch.nn.functional as F  # noqa: N812
 
 from mpidp.config import LossSection
 from mpidp.errors import ConfigError, DataError
-from mpidp.train.built_in import LOSSES, count_right, cross_entropy
 from mpidp.train.components import build_loss
+from mpidp.train.losses import LOSSES, count_right, cross_entropy
 
 GENERATOR = torch.Generator().manual_seed(0)
 SCORES = torch.randn(6, 5, generator=GENERATOR)

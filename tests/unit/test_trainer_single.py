@@ -13,7 +13,9 @@ from torch import nn
 
 import mpidp
 from mpidp.config import RunConfig
-from mpidp.train.trainer import Trainer, choose_threads
+from mpidp.train import run as run_module
+from mpidp.train.run import choose_threads
+from mpidp.train.trainer import Trainer
 
 Run = Callable[..., Path]
 
@@ -151,10 +153,10 @@ def test_the_summary_names_the_folder_and_where_the_time_went(run: Run, capsys: 
 
 
 def test_on_end_gets_the_plain_trained_model(config: Callable[..., RunConfig]) -> None:
-    trainer = Trainer(config(), mpidp.init())
+    trainer = Trainer(run_module.Run(config(), mpidp.init()))
     seen: list[tuple[nn.Module, RunConfig]] = []
-    trainer.on_end = lambda model, config: seen.append((model, config))
-    trainer.run()
+    trainer.run.on_end = lambda model, config: seen.append((model, config))
+    trainer.train()
     assert seen == [(trainer.model.module, trainer.config)]
 
 

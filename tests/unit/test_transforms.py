@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from mpidp.errors import DataError
-from mpidp.train.built_in import TRANSFORMS, image, next_token
-from mpidp.train.components import find
+from mpidp.train.components import TRANSFORMS, find, image, next_token
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5])

@@ -1,19 +1,17 @@
-"""Losses, transforms and end-of-run functions, by the names that run files give them."""
+"""Losses by the names that run files give them, and what they accept."""
 
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own habit)
-from torch import Tensor, nn
+from torch import Tensor
 
-from mpidp.config import RunConfig
-from mpidp.errors import ConfigError, DataError
-from mpidp.printable import listed
+from mpidp.errors import DataError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 LOSSES = {
-    "cross_entropy": "mpidp.train.built_in:cross_entropy",
+    "cross_entropy": "mpidp.train.losses:cross_entropy",
     "mse_loss": "torch.nn.functional:mse_loss",
     "l1_loss": "torch.nn.functional:l1_loss",
     "smooth_l1_loss": "torch.nn.functional:smooth_l1_loss",
@@ -119,47 +117,3 @@ def count_right(output: Tensor, target: Tensor) -> Tensor | None:
 
 def _classes_last(output: Tensor, target: Tensor) -> bool:
     return isinstance(output, torch.Tensor) and output.dim() == target.dim() + 1 and output.shape[:-1] == target.shape
-
-
-TRANSFORMS = {
-    "image": "mpidp.train.built_in:image",
-    "next_token": "mpidp.train.built_in:next_token",
-}
-
-
-def image(fields: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Byte images (N, H, W) in the first field become float32 (N, 1, H, W) in [0, 1]; labels become int64."""
-    first, *rest = fields
-    pixels = fields[first]
-    if pixels.dim() != 3:
-        raise DataError(
-            f"transform 'image' wants field {first!r} of shape (N, height, width), found {tuple(pixels.shape)}"
-        )
-    changed = {first: (pixels.unsqueeze(1) / 255).float()}
-    return changed | {name: fields[name].long() for name in rest}
-
-
-def next_token(fields: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Windows of tokens (N, T + 1) become `input` and `target` (N, T), int64, the target one token ahead."""
-    if len(fields) != 1:
-        raise DataError(f"transform 'next_token' wants one field of token windows, found {listed(fields)}")
-    tokens = next(iter(fields.values())).long()
-    return {"input": tokens[:, :-1].contiguous(), "target": tokens[:, 1:].contiguous()}
-
-
-ON_END = {"sample_text": "mpidp.train.built_in:sample_text"}
-SAMPLE_BYTES = 400
-
-
-def sample_text(model: nn.Module, config: RunConfig) -> None:
-    """Prints text that a byte-level language model writes, from the run's seed."""
-    generate = getattr(model, "generate", None)
-    if generate is None:
-        raise ConfigError(f"train.on_end = 'sample_text': model {config.model.name!r} has no method generate")
-    device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(config.run.seed)
-    prompt = torch.tensor([[ord("\n")]], device=device)
-    model.eval()
-    tokens = generate(prompt, SAMPLE_BYTES, temperature=0.8, generator=generator)
-    text = bytes(tokens[0].tolist()).decode(errors="replace").strip()
-    print(f"A sample of what the model writes:\n\n{text}\n", flush=True)
