@@ -47,7 +47,7 @@ def one() -> list[float]:
 def _checks() -> float:
     """Seconds of the checks that every start makes of libraries and cores."""
     from mpidp.world import start
-    from mpidp.world.topology import warn_of_cores
+    from mpidp.world.mpi import warn_of_cores
 
     world = start.init()
     begun = time.perf_counter()

@@ -16,8 +16,7 @@ import mpidp
 from mpidp.errors import SHARED_MARK, ConfigError, MpidpError
 from mpidp.printable import visible
 from mpidp.world import signals
-from mpidp.world.current import current_world
-from mpidp.world.launch import launch_facts
+from mpidp.world.launch import current_world, launch_facts
 from mpidp.world.log import discard_output, is_unread
 
 if TYPE_CHECKING:

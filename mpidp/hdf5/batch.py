@@ -11,7 +11,7 @@ from torch import Tensor
 from mpidp.errors import DataError
 from mpidp.hdf5.order.keyed import IntArray
 from mpidp.world.status import NO_BATCH, status
-from mpidp.world.weigh import accumulate_only, check_count, check_loss, weighed
+from mpidp.world.world import accumulate_only, check_count, check_loss, weighed
 
 if TYPE_CHECKING:
     from mpidp.world.world import World

@@ -32,8 +32,8 @@ from mpidp.hdf5.order.split import Part, Split
 from mpidp.hdf5.prefetch import BatchRing, Prefetcher
 from mpidp.hdf5.read import RowReader, Selection, decoding, slow_paths
 from mpidp.hdf5.transform import BatchMaker, BatchTransform, SampleTransform
-from mpidp.world.current import resolve_world
 from mpidp.world.system import memory_limit
+from mpidp.world.world import resolve_world
 
 if TYPE_CHECKING:
     from mpidp.hdf5.modes.memory import HeldRows

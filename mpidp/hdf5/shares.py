@@ -16,7 +16,7 @@ from mpidp.hdf5.batch import Batch
 from mpidp.hdf5.order.keyed import IntArray
 from mpidp.hdf5.order.order import Order, Passes, Share, Step, step_rows
 from mpidp.hdf5.order.plan import EpochPlan
-from mpidp.world.current import resolve_world
+from mpidp.world.world import resolve_world
 
 if TYPE_CHECKING:
     from mpidp.world.world import World

@@ -18,7 +18,7 @@ from mpidp.reduce.buckets import ALIGNMENT_BYTES, Bucket, BucketLayout, plain_bu
 from mpidp.reduce.exchange import SIXTEEN_BITS, pieces
 from mpidp.reduce.reducer import Reducer, ReducerOptions
 from mpidp.reduce.transport import Transport, as_real
-from mpidp.world.shared_memory import SharedWindow
+from mpidp.world.rank_memory import SharedWindow
 from mpidp.world.world import World
 
 log = logging.getLogger("mpidp")

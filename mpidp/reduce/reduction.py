@@ -17,9 +17,8 @@ from mpidp.reduce.overlap import Overlap
 from mpidp.reduce.reducer import Reducer
 from mpidp.reduce.transport import as_real
 from mpidp.world.collectives import share_error
-from mpidp.world.communicators import keep_at_loss
+from mpidp.world.mpi import Topology, keep_at_loss, make_topology
 from mpidp.world.status import status
-from mpidp.world.topology import Topology, make_topology
 from mpidp.world.world import World
 
 log = logging.getLogger("mpidp")

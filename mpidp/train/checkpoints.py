@@ -15,7 +15,7 @@ from mpidp.train.records.owner import Owner
 from mpidp.train.signature import check_same
 from mpidp.train.state import TrainState
 from mpidp.train.stop import StopSignal
-from mpidp.world.communicators import is_survived
+from mpidp.world.mpi import is_survived
 
 # Folders that this job owns, known on every rank: after a loss of ranks the new rank 0 goes on with them.
 _taken: set[Path] = set()

@@ -20,7 +20,7 @@ from mpidp.train.gradient_sync import GradientSync
 from mpidp.train.optimizer_steps import WRAP_ANEW
 from mpidp.train.replicas import EVERY_STEPS
 from mpidp.train.signature import broadcast_module, check_same, check_supported, module_signature
-from mpidp.world import communicators
+from mpidp.world import mpi
 from mpidp.world.status import status
 from mpidp.world.world import World
 
@@ -153,7 +153,7 @@ class DataParallel(nn.Module):
         self.world = world
         with world.raise_on_all_ranks("wrapping the model"):
             check_supported(module, world)
-        options = ReducerOptions(piece_bytes, comm_dtype, error_feedback, share_memory=not communicators.is_elastic())
+        options = ReducerOptions(piece_bytes, comm_dtype, error_feedback, share_memory=not mpi.is_elastic())
         told = (
             f"reducer={reducer}, bucket_bytes={bucket_bytes}, overlap={overlap}, check_finite={check_finite}, "
             f"compare_steps={compare_steps}, {options}"

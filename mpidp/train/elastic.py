@@ -25,9 +25,8 @@ from mpidp.train.batch_norm import combine_statistics
 from mpidp.train.sharded.optimizer import ShardedOptimizer
 from mpidp.train.sharded.state import Part
 from mpidp.train.state import TrainState
-from mpidp.world.communicators import be_elastic, is_survived, why_not
 from mpidp.world.elastic import ElasticWorld, LostRanks, Member
-from mpidp.world.mpi import ENDS_MPI, MPI
+from mpidp.world.mpi import ENDS_MPI, MPI, be_elastic, is_survived, why_not
 from mpidp.world.world import World
 
 T = TypeVar("T")

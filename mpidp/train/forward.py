@@ -18,7 +18,7 @@ from mpidp.hdf5.batch import Batch
 from mpidp.train.batch_norm import explain_batch_norm
 from mpidp.train.data_parallel import DataParallel
 from mpidp.train.losses import Loss
-from mpidp.world import communicators
+from mpidp.world import mpi
 from mpidp.world.exit import MEMORY_ADVICE, is_out_of_memory
 from mpidp.world.status import status
 
@@ -82,7 +82,7 @@ def explain(
     Returns:
         None if `error` itself should be raised; it may have got a note.
     """
-    if getattr(error, SHARED_MARK, False) or communicators.is_survived(error):
+    if getattr(error, SHARED_MARK, False) or mpi.is_survived(error):
         return None
     if is_out_of_memory(error):
         return _out_of_memory(error, model, fields)

@@ -37,9 +37,7 @@ from mpidp.train.signature import check_same
 from mpidp.train.state import TrainState
 from mpidp.train.stop import StopSignal
 from mpidp.train.sync_batch_norm import SyncBatchNorm, sync_layers
-from mpidp.world.collectives import reduced
-from mpidp.world.mpi import MPI
-from mpidp.world.topology import warn_of_cores
+from mpidp.world.mpi import MPI, reduced, warn_of_cores
 from mpidp.world.world import World
 
 

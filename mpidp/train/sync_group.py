@@ -18,8 +18,8 @@ from torch import Tensor
 
 from mpidp.errors import SHARED_MARK, MismatchError
 from mpidp.printable import listed
-from mpidp.world.collectives import reduced, share_error
-from mpidp.world.mpi import MPI
+from mpidp.world.collectives import share_error
+from mpidp.world.mpi import MPI, reduced
 from mpidp.world.status import status
 from mpidp.world.world import World
 

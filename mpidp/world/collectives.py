@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from mpidp.errors import DataError, MpidpError, marked
-from mpidp.world.communicators import keep_at_loss
-from mpidp.world.mpi import MPI
+from mpidp.world.mpi import MPI, keep_at_loss
 from mpidp.world.status import status
 
 # The next pause, as a share of the time waited so far: so the end of a short wait is noticed at once.
@@ -45,17 +44,6 @@ def wait(request: MPI.Request, longest_pause_s: float = 0.0) -> None:
                 os.sched_yield()
             else:
                 time.sleep(pause_s)
-
-
-def reduced(comm: MPI.Intracomm, value: int, op: MPI.Op) -> int:
-    """Reduces one integer (64 bits) over the ranks, by an operation of MPI's. Collective.
-
-    Not `comm.allreduce`: mpi4py does that by messages on a communicator of its own, which cannot be revoked. When a
-    rank has died, one that waits there for a living rank that has left for `shrink` would wait for ever.
-    """
-    number = np.array([value], dtype=np.int64)
-    comm.Allreduce(MPI.IN_PLACE, number, op=op)
-    return int(number[0])
 
 
 log = logging.getLogger("mpidp.rank")

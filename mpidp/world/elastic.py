@@ -11,11 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from mpidp.printable import listed
-from mpidp.world import communicators
-from mpidp.world.communicators import WatchedComm, is_loss, is_survived
-from mpidp.world.current import set_current_world
-from mpidp.world.mpi import MPI
-from mpidp.world.topology import cores_per_rank, make_topology
+from mpidp.world import mpi
+from mpidp.world.launch import set_current_world
+from mpidp.world.mpi import MPI, WatchedComm, cores_per_rank, is_loss, is_survived, make_topology
 from mpidp.world.watchdog import ABORT_S, watch_again
 from mpidp.world.world import World
 
@@ -68,7 +66,7 @@ class ElasticWorld:
         self.members: list[Member] = world.comm.allgather(Member(world.rank, world.host))
         self._comm = world.comm  # of those that are known to live, while `world` may still be one of more ranks
         self._has_disagreed = False  # on this communicator: all that live are, or will be, in `shrink`
-        communicators.opened(world.comm)
+        mpi.opened(world.comm)
 
     def agree(self) -> None:
         """Returns, on all ranks, when all came here alive. Collective.
@@ -88,8 +86,8 @@ class ElasticWorld:
         before = self.members
         with self._end_job_if_late():
             while True:
-                communicators.revoke_all()
-                communicators.forget_all()
+                mpi.revoke_all()
+                mpi.forget_all()
                 # Others may wait in `agree`, which revoking does not end: this vote ends it.
                 if not self._has_disagreed:
                     self._vote(False)
@@ -184,7 +182,7 @@ def _shrunk(comm: MPI.Intracomm) -> WatchedComm:
         # All take the new one or none does: the next loss must find everybody on the same.
         if agreed(comm, small is not None):
             assert small is not None
-            return communicators.opened(small)
+            return mpi.opened(small)
 
 
 def _former_ranks(comm: MPI.Intracomm, before: MPI.Intracomm) -> list[int]:

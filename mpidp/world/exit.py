@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from mpidp.errors import SHARED_MARK
-from mpidp.world import communicators, mpi, signals
+from mpidp.world import mpi, signals
 from mpidp.world.log import pass_on_output
 from mpidp.world.mpi import MPI, last_wait
 from mpidp.world.status import START, status
@@ -215,7 +215,7 @@ class ExitBarrier:
             with status.waiting("the job's end", self.watchdog.size):
                 while not _is_done(request):
                     time.sleep(LEAVE_POLL_S)
-        if communicators.is_elastic():
+        if mpi.is_elastic():
             self.watchdog.stop()  # when the last rank is here, others may be gone already
             return
         # From here to the end of MPI ranks wait for each other without a watchdog.
@@ -231,7 +231,7 @@ def _is_done(request: MPI.Request) -> bool:
     try:
         return bool(request.Test())
     except MPI.Exception as error:
-        if not communicators.is_survived(error):
+        if not mpi.is_survived(error):
             raise
         return True
 

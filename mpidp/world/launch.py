@@ -1,14 +1,20 @@
-"""Facts of the launch: which launcher, which rank of how many, and what will keep MPI from starting.
+"""Facts of the launch: which launcher, which rank of how many, what will keep MPI from starting; and the current World.
 
 From environment variables and the size of /dev/shm alone: a login node, `--help` and the error for a wrong launch can
 use it, as it starts no MPI.
 """
+
+from __future__ import annotations
 
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpidp.world.world import World
 
 # Slurm numbers its special steps (batch script, extern, interactive) from here up; they are shells, not parallel steps.
 FIRST_SPECIAL_SLURM_STEP = 0xFFFFFFF0
@@ -215,3 +221,17 @@ def _taken_bytes(path: Path) -> int:
         return path.lstat().st_blocks * 512
     except FileNotFoundError:  # it is gone by now
         return 0
+
+
+_world: World | None = None
+
+
+def current_world() -> World | None:
+    """Return the World that `mpidp.init` made in this process, or None. Starts nothing."""
+    return _world
+
+
+def set_current_world(world: World) -> None:
+    """Make `world` the one of this process; `mpidp.init` does."""
+    global _world
+    _world = world

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpidp.world.stacks import Look
+from mpidp.world.status import Look
 
 ANSWER_S = 2.0  # for a rank to tell where it is
 ASK, LOOK = "ask", "look"

@@ -6,17 +6,14 @@ import socket
 import torch
 
 from mpidp.errors import LaunchError
-from mpidp.world.collectives import reduced, share_error
-from mpidp.world.communicators import WatchedComm
-from mpidp.world.current import current_world, set_current_world
+from mpidp.world.collectives import share_error
 from mpidp.world.device import Awareness, decide, device_uuid, probe_in_child, set_device, shared_gpu
 from mpidp.world.exit import AbortGuard
-from mpidp.world.launch import cannot_share, cannot_start, launch_facts, size_mismatch
+from mpidp.world.launch import cannot_share, cannot_start, current_world, launch_facts, set_current_world, size_mismatch
 from mpidp.world.library import library_hint, mapped, missing_gtl, read_maps, thread_level, two_libraries
 from mpidp.world.log import log_to_stderr
-from mpidp.world.mpi import MPI
-from mpidp.world.shared_memory import forget_names
-from mpidp.world.topology import cores_per_rank, make_topology, warn_of_cores
+from mpidp.world.mpi import MPI, WatchedComm, cores_per_rank, make_topology, reduced, warn_of_cores
+from mpidp.world.rank_memory import forget_names
 from mpidp.world.watchdog import Watchdog, watch_rank
 from mpidp.world.world import World
 

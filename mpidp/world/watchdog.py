@@ -7,19 +7,82 @@ waits. The first rank looks for waits that last too long; the last one does when
 import logging
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from mpidp.world import stacks
-from mpidp.world.collectives import reduced
-from mpidp.world.communicators import is_survived
 from mpidp.world.exit import AbortGuard, ExitBarrier
-from mpidp.world.mailbox import Mailbox, Message
-from mpidp.world.mpi import MPI
+from mpidp.world.mpi import MPI, is_survived, reduced
 from mpidp.world.signals import EndAtSignal
-from mpidp.world.stacks import Address, Look, look_at, prepare
 from mpidp.world.stall import ANSWER_S, ASK, LOOK, Heartbeat, Seen, StallWatch, deserted, report_left
-from mpidp.world.status import Wait, status
+from mpidp.world.status import Address, Look, Wait, call_site, look_at, main_thread, prepare, stack, status
+
+SHUT_TIMEOUT_S = 1.0
+MOST_OPEN = 4  # messages to one rank that it has not received, as it does not while it is stopped
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message from rank to rank. Kinds: heartbeat, watched, ask, look, answer."""
+
+    kind: str
+    sender: int
+    content: Any
+
+
+class Mailbox:
+    """Messages between ranks, sent and received without waiting. Construction is collective.
+
+    Used by a thread while the main thread may be inside a call of MPI, so MPI must have been started with
+    MPI_THREAD_MULTIPLE.
+
+    Args:
+        comm: the ranks; it is duplicated.
+    """
+
+    def __init__(self, comm: MPI.Intracomm):
+        self.comm = MPI.Intracomm(comm.Dup())
+        self._open: dict[int, list[MPI.Request]] = {}
+        self._sent = [0] * comm.size
+        self._received = 0
+        self._use = threading.Lock()
+        self._is_shut = False
+
+    def send(self, rank: int, message: Message) -> bool:
+        """Sends without waiting; False if too many messages to that rank have not been received yet."""
+        with self._use:
+            if self._is_shut:
+                return False
+            requests = [request for request in self._open.get(rank, []) if not request.Test()]
+            self._open[rank] = requests
+            if len(requests) >= MOST_OPEN:
+                return False
+            requests.append(self.comm.isend(message, dest=rank))
+            self._sent[rank] += 1
+            return True
+
+    def received(self) -> list[Message]:
+        """The messages that have arrived since the last call."""
+        messages: list[Message] = []
+        with self._use:
+            while not self._is_shut and (message := self.comm.improbe()) is not None:
+                messages.append(message.recv())
+        self._received += len(messages)
+        return messages
+
+    def shut(self) -> None:
+        """Ends sending and receiving for good, before MPI is aborted by another thread."""
+        self._use.acquire(timeout=SHUT_TIMEOUT_S)  # never released: another thread may be blocked in there
+        self._is_shut = True
+
+    def close(self) -> None:
+        """Receives what was sent and frees the communicator. Collective; no rank may send any more."""
+        expected = sum(sent[self.comm.rank] for sent in self.comm.allgather(self._sent))
+        while self._received < expected:
+            self.received()
+        for requests in self._open.values():
+            MPI.Request.Waitall(requests)
+        self.comm.Free()
+
 
 log = logging.getLogger("mpidp.rank")
 
@@ -154,7 +217,7 @@ class Watchdog:
         elif message.kind == "watched":
             self._watched_at = self._clock
         elif message.kind == ASK:
-            look = Look("its main thread:\n" + stacks.stack(stacks.main_thread()))
+            look = Look("its main thread:\n" + stack(main_thread()))
             self._send(message.sender, "answer", (self.rank, look))
         elif message.kind == LOOK:
             look = look_at(self._ranks[message.content][2])
@@ -196,7 +259,7 @@ class Watchdog:
         wait_s = self._clock - self._first_seen[1]
         if wait is None or wait_s < self.tick_s:
             return beat
-        return replace(beat, wait=wait.name, wait_ranks=wait.ranks, wait_s=wait_s, site=stacks.call_site(wait.thread))
+        return replace(beat, wait=wait.name, wait_ranks=wait.ranks, wait_s=wait_s, site=call_site(wait.thread))
 
     def _seen(self) -> list[Seen]:
         silent_s = self._silent_s

@@ -17,17 +17,16 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from mpidp.errors import LaunchError, marked
+from mpidp.errors import DataError, LaunchError, marked
+from mpidp.world.launch import current_world, launch_facts
 from mpidp.world.log import job_log
 from mpidp.world.status import Status, status
-from mpidp.world.weigh import check_count, check_loss, weighed
 
 if TYPE_CHECKING:
     from mpidp.world.collectives import Rows
     from mpidp.world.device import Awareness
     from mpidp.world.exit import AbortGuard
-    from mpidp.world.mpi import MPI
-    from mpidp.world.topology import Topology
+    from mpidp.world.mpi import MPI, Topology
     from mpidp.world.watchdog import Watchdog
 
 T = TypeVar("T")
@@ -170,8 +169,7 @@ class World:
     def _reduced(self, comm: MPI.Intracomm, value: int, operation: str) -> int:
         if comm.size == 1:
             return value
-        from mpidp.world.collectives import reduced
-        from mpidp.world.mpi import MPI
+        from mpidp.world.mpi import MPI, reduced
 
         return reduced(comm, value, getattr(MPI, operation))
 
@@ -306,3 +304,86 @@ class World:
         """Logs a line once for the job: on rank 0, by the logger `mpidp`, at level INFO. Not collective."""
         if self.rank == 0:
             job_log.info("%s", text)
+
+
+def resolve_world(world: World | None, what: str) -> World:
+    """Return the world that `what` was given, else the one that `mpidp.init` made, else that of this process alone.
+
+    Raises:
+        LaunchError: none was given, the launcher started several processes, and `mpidp.init` was not called.
+    """
+    if world is not None:
+        return world
+    current = current_world()
+    if current is not None:
+        return current
+    facts = launch_facts(os.environ)
+    if (facts.size or 1) > 1:
+        raise LaunchError(
+            f"{what} was made before mpidp.init() in a job of {facts.size} processes ({facts.launcher}): each would "
+            f"take all samples. Call world = mpidp.init() first, or give world=mpidp.World.alone() if each is to work "
+            f"alone."
+        )
+    return World.alone()
+
+
+def weighed(loss: Tensor, here: int, everywhere: int, size: int) -> Tensor:
+    """Return `loss` (scalar) scaled by its share; without anything here, a zero that gives no gradient.
+
+    Args:
+        loss: the mean over `here` things.
+        here: how many things this rank has.
+        everywhere: how many all ranks have.
+        size: number of ranks.
+    """
+    if here == 0:
+        return cast(Tensor, _NoGradient.apply(loss))  # type: ignore[no-untyped-call]
+    # Bit for bit the user's own loss where there is nothing to scale.
+    return loss if here * size == everywhere else loss * (here * size / everywhere)
+
+
+def accumulate_only(loss: Tensor) -> Tensor:
+    """Return `loss`, whose backward pass `DataParallel` then does not reduce: more is to come of the same sum."""
+    return cast(Tensor, _Accumulate.apply(loss))  # type: ignore[no-untyped-call]
+
+
+def check_loss(loss: Tensor) -> None:
+    """Raise DataError for a loss that is no scalar."""
+    if loss.dim() != 0:
+        raise DataError(
+            f"weigh was given a loss of shape {tuple(loss.shape)}; give the mean over the local samples, a scalar"
+        )
+
+
+def check_count(count: int) -> None:
+    """Raise `DataError` for a negative count."""
+    if count < 0:
+        raise DataError(f"weigh was given a count of {count}; give the number of things the loss is a mean of")
+
+
+class _NoGradient(torch.autograd.Function):
+    """Zero, with a backward pass through the graph that leaves every gradient undefined.
+
+    Multiplying by 0 instead would turn the NaN of a mean over nothing into NaN gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        return loss.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> None:
+        return None
+
+
+class _Accumulate(torch.autograd.Function):
+    """The identity, whose backward pass says that it belongs to a sum which is not complete."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        status.accumulating_pass = torch._C._current_graph_task_id()
+        return gradients

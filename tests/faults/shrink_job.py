@@ -46,7 +46,7 @@ import mpidp.train.sharded.optimizer
 import mpidp.train.sharded.optimizer
 import mpidp.train.elastic
 import mpidp.world.elastic
-from mpidp.world.current import current_world
+from mpidp.world.launch import current_world
 
 RANK = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0"))
 KILLS = [kill.split(":") for kill in os.environ.get("KILLS", "").split()]

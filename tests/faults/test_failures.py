@@ -55,7 +55,7 @@ def test_a_killed_job_leaves_no_shared_memory_behind() -> None:
     """Behaviour 31: neither MPI's own, nor that of windows."""
     result = run(
         """
-from mpidp.world.shared_memory import SharedWindow
+from mpidp.world.rank_memory import SharedWindow
 window = SharedWindow(world.node_comm, 1 << 20)
 names = {line.split(maxsplit=5)[-1].split()[0] for line in open("/proc/self/maps") if "/dev/shm/" in line}
 print("memory:", *names, flush=True)

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 import mpidp
-from mpidp.world.current import current_world
+from mpidp.world.launch import current_world
 
 calls = 0
 

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 import mpidp
-from mpidp.world import remote_rows
-from mpidp.world.remote_rows import RemoteRows
+from mpidp.world.rank_memory import RemoteRows
 
 SHARES = ("even", "uneven", "a rank without rows", "more ranks than rows", "no rows")
 
@@ -66,7 +65,7 @@ def test_rows_by_value(world: mpidp.World, kind: str, row_bytes: int) -> None:
 
 def test_large_transfers_are_split(world: mpidp.World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs and single rows of more bytes than one message may have."""
-    monkeypatch.setattr(remote_rows, "MOST_BYTES", 10)
+    monkeypatch.setattr("mpidp.world.rank_memory.MOST_BYTES", 10)
     counts = rows_per_rank("uneven", world.size)
     with remote(world, counts, 33) as held:
         check(held, np.arange(int(counts.sum())), 33)

@@ -82,7 +82,7 @@ def train_with(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[BaseExcept
 @pytest.fixture
 def four_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that this process is one rank of four."""
-    monkeypatch.setattr("mpidp.world.current._world", SimpleNamespace(rank=0, size=4))
+    monkeypatch.setattr("mpidp.world.launch._world", SimpleNamespace(rank=0, size=4))
 
 
 def heavy_modules_after(code: str, *words: str) -> set[str]:
@@ -233,7 +233,7 @@ def test_a_wrong_word_ends_with_2_and_the_way_out(
 def test_only_rank_0_of_the_launcher_speaks(
     words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mpidp.world.current._world", None)  # another test may have started MPI here
+    monkeypatch.setattr("mpidp.world.launch._world", None)  # another test may have started MPI here
     monkeypatch.setenv("PMI_RANK", "1")
     assert main(words) == 2
     assert capsys.readouterr() == ("", "")
@@ -346,7 +346,7 @@ def test_a_failed_run_says_why_once(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("mpidp.world.current._world", None)  # another test may have started MPI here
+    monkeypatch.setattr("mpidp.world.launch._world", None)  # another test may have started MPI here
     train_with(error)
     assert main(["train", run_file]) == code
     assert capsys.readouterr().err == text
@@ -382,7 +382,7 @@ def test_the_first_rank_speaks_whatever_the_launcher_called_it(monkeypatch: pyte
     monkeypatch.setenv("PMI_RANK", "2")
     monkeypatch.setenv("PMI_SIZE", "4")
     assert speaks()
-    monkeypatch.setattr("mpidp.world.current._world", None)
+    monkeypatch.setattr("mpidp.world.launch._world", None)
     assert not speaks()
 
 

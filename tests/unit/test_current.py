@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from mpidp.errors import LaunchError
-from mpidp.world import current
-from mpidp.world.current import current_world, resolve_world
-from mpidp.world.world import World
+from mpidp.world.launch import current_world
+from mpidp.world.world import World, resolve_world
 
 HERE: object = object()
 
@@ -20,7 +19,7 @@ HERE: object = object()
 @pytest.fixture(params=[None, HERE])
 def made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> object:
     """What `init` made, if it was called."""
-    monkeypatch.setattr(current, "_world", request.param)
+    monkeypatch.setattr("mpidp.world.launch._world", request.param)
     return request.param
 
 

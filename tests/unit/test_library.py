@@ -1,7 +1,7 @@
 """Which of the files in a process's memory are MPI libraries, and which MPICH's shared memory."""
 
 from mpidp.world.library import mapped_mpi_libraries
-from mpidp.world.shared_memory import shared_files
+from mpidp.world.rank_memory import shared_files
 
 MAPS = """\
 7f0e1c000000-7f0e1c306000 rw-s 00000000 00:1a 2201    /dev/shm/mpich_shm_8d5207e2_0

@@ -177,7 +177,7 @@ def test_a_dry_run_under_a_launcher_plans_for_its_ranks_and_speaks_once(
     file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["train", f"--data.train={file}", "--model.name=cnn", "--dry-run"]
-    monkeypatch.setattr("mpidp.world.current._world", None)  # another test may have started MPI here
+    monkeypatch.setattr("mpidp.world.launch._world", None)  # another test may have started MPI here
     monkeypatch.setenv("PMI_SIZE", "3")
     monkeypatch.setenv("PMI_RANK", "1")
     assert main(words) == 0

@@ -302,7 +302,7 @@ def test_without_matplotlib_it_says_what_to_install(run: Path) -> None:
 def test_only_one_process_of_a_job_writes(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("mpidp.world.current._world", None)  # another test may have started MPI here
+    monkeypatch.setattr("mpidp.world.launch._world", None)  # another test may have started MPI here
     monkeypatch.setenv("PMI_RANK", "1")
     assert main(["report", str(run)]) == 0
     assert capsys.readouterr() == ("", "")

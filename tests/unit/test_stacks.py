@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from mpidp.world.stacks import Address, look_at
+from mpidp.world.status import Address, look_at
 
 pytestmark = pytest.mark.job
 
 ASLEEP = """
 import sys, time
-from mpidp.world.stacks import prepare
+from mpidp.world.status import prepare
 def asleep():
     time.sleep(600)
 address = prepare()

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from mpidp.world.stacks import Look
 from mpidp.world.stall import (
     ANSWER_S,
     ASK,
@@ -22,7 +21,7 @@ from mpidp.world.stall import (
     report_left,
     waits,
 )
-from mpidp.world.status import Status
+from mpidp.world.status import Look, Status
 
 WARNING_S, ABORT_S = 60.0, 600.0
 

@@ -10,7 +10,7 @@ from mpidp.errors import DataError
 from mpidp.hdf5.dataset import Rows
 from mpidp.hdf5.modes.memory import Contents, HeldRows, Read, Records, check_room
 from mpidp.hdf5.order.keyed import IntArray
-from mpidp.world.shared_memory import SharedWindow
+from mpidp.world.rank_memory import SharedWindow
 
 if TYPE_CHECKING:
     from mpidp.world.world import World

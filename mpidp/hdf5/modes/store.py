@@ -12,7 +12,7 @@ import numpy as np
 from mpidp.hdf5.dataset import Rows
 from mpidp.hdf5.modes.memory import Contents, HeldRows, Read, Records, check_room
 from mpidp.hdf5.order.keyed import IntArray
-from mpidp.world.remote_rows import ByteArray, RemoteRows
+from mpidp.world.rank_memory import ByteArray, RemoteRows
 
 if TYPE_CHECKING:
     from mpidp.world.world import World

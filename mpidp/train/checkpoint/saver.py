@@ -22,7 +22,7 @@ from mpidp.train.checkpoint.manifest import File, Manifest
 from mpidp.train.checkpoint.publish import OWNED_BY, PARTIAL, complete, discard
 from mpidp.train.checkpoint.read import STATE, folder_name, part_name
 from mpidp.train.checkpoint.write import Snapshot, write_parts
-from mpidp.world import communicators
+from mpidp.world import mpi
 from mpidp.world.collectives import DelayedMaximum, share_error
 from mpidp.world.mpi import MPI
 from mpidp.world.system import Process
@@ -171,7 +171,7 @@ class Saver:
         """
         if self.world.size > 1 and not getattr(error, SHARED_MARK, False):
             # If others go on without a dead rank, nothing may be written any more when they remove the folder.
-            self._thread.shutdown(wait=communicators.is_survived(error), cancel_futures=True)
+            self._thread.shutdown(wait=mpi.is_survived(error), cancel_futures=True)
             return
         try:
             self.finish()
@@ -179,7 +179,7 @@ class Saver:
         except CheckpointError as failure:
             error.add_note(str(failure))
         except MPI.Exception as failure:
-            if not communicators.is_survived(failure):
+            if not mpi.is_survived(failure):
                 raise
             error.add_note("the checkpoint being written is given up, as ranks were lost")  # and training with it
             self._thread.shutdown(wait=False, cancel_futures=True)

@@ -10,9 +10,9 @@ from torch import Tensor
 from mpidp.reduce.exchange import MAX_PIECE_BYTES
 from mpidp.train.sharded.layout import Run, by_parameter, sources
 from mpidp.train.sharded.state import Part, State, join, select, to_host
-from mpidp.world import communicators
+from mpidp.world import mpi
 from mpidp.world.mpi import MPI
-from mpidp.world.shared_memory import SharedWindow
+from mpidp.world.rank_memory import SharedWindow
 from mpidp.world.world import World
 
 # The pieces of all ranks in sum: large enough for the full bandwidth, small enough to stay in the caches of a CPU.
@@ -100,7 +100,7 @@ Channel = Messages | Window
 def make_channel(world: World) -> Channel:
     """The faster way here: shared memory if all ranks are on one node and compute on the CPU. Collective."""
     piece_bytes = max(LEAST_PIECE_BYTES, TOTAL_BYTES // world.size)
-    if world.num_nodes == 1 and world.size > 1 and world.device.type == "cpu" and not communicators.is_elastic():
+    if world.num_nodes == 1 and world.size > 1 and world.device.type == "cpu" and not mpi.is_elastic():
         try:
             return Window(world, piece_bytes)
         except OSError as error:  # on all ranks of the node, which are all there are

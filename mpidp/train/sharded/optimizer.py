@@ -31,7 +31,7 @@ from mpidp.train.sharded.state import (
     to_parts,
 )
 from mpidp.train.signature import check_same
-from mpidp.world import communicators
+from mpidp.world import mpi
 from mpidp.world.world import World
 
 log = logging.getLogger("mpidp.rank")
@@ -123,10 +123,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         try:
             self._gather()
         except Exception as error:
-            if not communicators.is_survived(error):
+            if not mpi.is_survived(error):
                 raise
             log.info("a rank was lost while parameters were gathered: %s", error)
-            communicators.revoke_all()  # no other rank may wait for this one either
+            mpi.revoke_all()  # no other rank may wait for this one either
         return loss
 
     def held_parts(self) -> list[Part]:

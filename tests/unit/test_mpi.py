@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mpidp.train.records.recorder import whole_lines
-from mpidp.world import communicators
+from mpidp.world import mpi
 from mpidp.world.mpi import MPI
 
 OPEN_MPI = "Open MPI v5.0.11, package: somebody's"
@@ -28,7 +28,7 @@ OPEN_MPI = "Open MPI v5.0.11, package: somebody's"
 )
 def test_why_a_job_cannot_go_on(environment: dict[str, str], library: str, ends_mpi: bool, words: str) -> None:
     """Behaviour 31: the option says why it does nothing."""
-    reason = communicators.why_not(environment, library, ends_mpi)
+    reason = mpi.why_not(environment, library, ends_mpi)
     assert (words in reason) if words else reason == ""
 
 
@@ -41,56 +41,56 @@ def test_an_error_that_came_from_a_loss_is_one() -> None:
         except MPI.Exception as error:
             raise RuntimeError("reading failed") from error
     except RuntimeError as error:
-        assert communicators.is_loss(error)
-    assert communicators.is_loss(loss)
-    assert not communicators.is_loss(RuntimeError("reading failed"))
-    assert not communicators.is_loss(MPI.Exception(MPI.ERR_TRUNCATE))
+        assert mpi.is_loss(error)
+    assert mpi.is_loss(loss)
+    assert not mpi.is_loss(RuntimeError("reading failed"))
+    assert not mpi.is_loss(MPI.Exception(MPI.ERR_TRUNCATE))
 
 
 def test_nothing_is_survived_unless_asked_for() -> None:
     """Behaviour 30: the death of a rank ends the job."""
-    assert not communicators.is_elastic()
-    assert not communicators.is_survived(MPI.Exception(MPI.ERR_PROC_FAILED))
+    assert not mpi.is_elastic()
+    assert not mpi.is_survived(MPI.Exception(MPI.ERR_PROC_FAILED))
 
 
 def test_errors_that_name_each_other_end_the_search() -> None:
     """Two exceptions may each be the context of the other."""
     one, other = RuntimeError("one"), RuntimeError("other")
     one.__context__, other.__context__ = other, one
-    assert not communicators.is_loss(one)
+    assert not mpi.is_loss(one)
 
 
 def test_freed_communicators_are_forgotten() -> None:
     """Behaviour 31: to revoke what was freed would crash."""
-    before = len(communicators._open)
+    before = len(mpi._open)
     comm = object()
-    communicators.opened(comm)  # type: ignore[arg-type]
-    assert len(communicators._open) == before + 1
-    communicators.closed(comm)  # type: ignore[arg-type]
-    assert len(communicators._open) == before
+    mpi.opened(comm)  # type: ignore[arg-type]
+    assert len(mpi._open) == before + 1
+    mpi.closed(comm)  # type: ignore[arg-type]
+    assert len(mpi._open) == before
 
 
 def test_memory_that_messages_use_outlives_its_owner_at_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behaviour 31: until the next loss, as a message that was broken off may still arrive."""
-    monkeypatch.setattr(communicators, "_open", {})
+    monkeypatch.setattr(mpi, "_open", {})
 
     class Buffer:
         """Something that can be referred to weakly."""
 
     dropped, used, later = Buffer(), Buffer(), Buffer()
     references = [weakref.ref(buffer) for buffer in (dropped, used, later)]
-    communicators.keep_at_loss(dropped, used)
+    mpi.keep_at_loss(dropped, used)
     del dropped
-    communicators.forget_all()
-    communicators.forget_all()  # one more rank was lost meanwhile: still the same loss
+    mpi.forget_all()
+    mpi.forget_all()  # one more rank was lost meanwhile: still the same loss
     del used
     gc.collect()
     assert [reference() is not None for reference in references] == [False, True, True]
-    communicators.keep_at_loss(later)
-    communicators.forget_all()
+    mpi.keep_at_loss(later)
+    mpi.forget_all()
     gc.collect()
     assert [reference() is not None for reference in references] == [False, False, True]
-    communicators._kept.clear()
+    mpi._kept.clear()
 
 
 @pytest.mark.parametrize(("text", "length"), [("", 0), ("{}\n", 3), ("{}\n{", 3), ("{}\n{}\n", 6), ("{", 0)])
