@@ -16,11 +16,11 @@ from unittest import mock
 import torch
 
 import mpidp
-from mpidp.reduce.exchange import MAX_PIECE_BYTES
+from mpidp.reduce.transport import MAX_PIECE_BYTES
 from mpidp.tools.bench.step import MODELS, make_workload
+from mpidp.train import sharded_optimizer as sharding
 from mpidp.train.data_parallel import DataParallel
-from mpidp.train.sharded import optimizer as sharding
-from mpidp.train.sharded.gather import TOTAL_BYTES, Channel, Messages
+from mpidp.train.sharded_gather import TOTAL_BYTES, Channel, Messages
 from mpidp.world.world import World
 
 SIDES = ("plain", "sharded", "sharded, by messages")

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from mpidp.hdf5.field import FieldSpec
     from mpidp.hdf5.loader import HDF5Loader
     from mpidp.hdf5.shares import Shares, shares
+    from mpidp.train.batch_norm import SyncBatchNorm
     from mpidp.train.checkpoints import Checkpoints
     from mpidp.train.data_parallel import DataParallel
     from mpidp.train.elastic import Elastic
     from mpidp.train.records.trace import Trace
-    from mpidp.train.sharded.optimizer import ShardedOptimizer
+    from mpidp.train.sharded_optimizer import ShardedOptimizer
     from mpidp.train.state import TrainState
     from mpidp.train.stop import StopSignal
-    from mpidp.train.sync_batch_norm import SyncBatchNorm
     from mpidp.world.start import init
     from mpidp.world.world import World
 
@@ -52,10 +52,10 @@ _HOMES = {
     "Elastic": "mpidp.train.elastic",
     "FieldSpec": "mpidp.hdf5.field",
     "HDF5Loader": "mpidp.hdf5.loader",
-    "ShardedOptimizer": "mpidp.train.sharded.optimizer",
+    "ShardedOptimizer": "mpidp.train.sharded_optimizer",
     "Shares": "mpidp.hdf5.shares",
     "StopSignal": "mpidp.train.stop",
-    "SyncBatchNorm": "mpidp.train.sync_batch_norm",
+    "SyncBatchNorm": "mpidp.train.batch_norm",
     "Trace": "mpidp.train.records.trace",
     "TrainState": "mpidp.train.state",
     "World": "mpidp.world.world",

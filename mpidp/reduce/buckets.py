@@ -1,6 +1,7 @@
-"""Flat buffers for gradients: each `p.grad` is a view of a bucket for the whole run.
+"""Flat buffers for gradients: each `p.grad` is a view of a bucket for the whole run; and the base class of reducers.
 
-The layout of the buckets is plain arithmetic; nothing here uses MPI.
+The layout of the buckets is plain arithmetic; nothing here uses MPI. A reducer replaces each bucket by its mean over
+the ranks. Reducers differ only in how they do it; `naive` is the specification that the others are tested against.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from mpidp.errors import MpidpError
+from mpidp.reduce.transport import ReducerOptions
+from mpidp.world.world import World
 
 # Each gradient starts on a cache line, so that vector kernels and the slices of several ranks never share one.
 ALIGNMENT_BYTES = 64
@@ -207,3 +210,29 @@ class Buckets:
         assert bucket.flat.shape == (bucket.layout.numel,) and bucket.flat.is_contiguous()
         shape, start = self._shapes[index], slot.offset + bucket.flat.storage_offset()
         return bucket.flat[slot.offset : slot.offset + slot.numel].as_strided(shape, self._strides[index], start)
+
+
+class Reducer:
+    """Base class of the reducers, which average buckets over ranks. Making one may be collective.
+
+    Args:
+        world: the ranks.
+        options: of the reducer.
+    """
+
+    def __init__(self, world: World, options: ReducerOptions):
+        self._world, self._options = world, options
+
+    def allocate(self, layouts: Sequence[BucketLayout], device: torch.device) -> list[Tensor]:
+        """Returns zeroed memory for the buckets, of the kind that this reducer needs. May be collective."""
+        return plain_buffers(layouts, device)
+
+    def mean(self, bucket: Bucket) -> None:
+        """Replaces `bucket.flat` by its mean over the ranks, in place. Collective, in the same order on every rank.
+
+        When it returns, work queued on the current stream afterwards sees the mean.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Drops the memory of `allocate`, which is freed with the last tensor that refers to it. Not collective."""

@@ -1,15 +1,54 @@
-"""The choice of the reducer: a rule on facts, so that every start of a job chooses the same."""
+"""The reducers by name, with the simple ones, and the choice of one.
+
+The choice is a rule on facts, so that every start of a job chooses the same. Of the simple reducers `naive` is the
+specification of the others, and `null` reduces nothing, for one rank and for measurements.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from mpidp.errors import LaunchError
-from mpidp.reduce.exchange import COMM_DTYPES
+from mpidp.reduce.buckets import Bucket, Reducer
 from mpidp.reduce.node import NodeReducer
-from mpidp.reduce.reducer import Reducer, ReducerOptions
-from mpidp.reduce.simple import FlatReducer, NaiveReducer, NullReducer
 from mpidp.reduce.staged import StagedReducer
+from mpidp.reduce.transport import COMM_DTYPES, ReducerOptions, Transport
 from mpidp.world.world import World
+
+
+class NaiveReducer(Reducer):
+    """Reduces each gradient by a call of its own."""
+
+    def __init__(self, world: World, options: ReducerOptions):
+        super().__init__(world, options)
+        self._transport = Transport.of_all(world, options)
+
+    def mean(self, bucket: Bucket) -> None:
+        """One Allreduce a slot, then one for the flags. Collective."""
+        for slot in bucket.layout.slots:
+            self._transport.mean(bucket.flat[slot.offset : slot.offset + slot.numel])
+        self._transport.mean(bucket.flags)
+
+
+class FlatReducer(Reducer):
+    """Gives each bucket's buffer to MPI without copying it."""
+
+    def __init__(self, world: World, options: ReducerOptions):
+        super().__init__(world, options)
+        self._transport = Transport.of_all(world, options)
+
+    def mean(self, bucket: Bucket) -> None:
+        """One Allreduce (in pieces below MPI's limits). Collective."""
+        self._transport.mean(bucket.flat)
+
+
+class NullReducer(Reducer):
+    """Does nothing, which is right for one rank; several ranks then train different models."""
+
+    def mean(self, bucket: Bucket) -> None:
+        """Leaves the local gradients as they are. Not collective."""
+
 
 REDUCERS: dict[str, Callable[[World, ReducerOptions], Reducer]] = {
     "naive": NaiveReducer,
@@ -48,7 +87,7 @@ class Facts:
     aware_reason: str
 
     @staticmethod
-    def of(world: World) -> "Facts":
+    def of(world: World) -> Facts:
         """The facts of a world. Not collective."""
         aware = world.cuda_aware
         return Facts(world.size, world.topology.max_local_size, world.device.type, aware.aware, aware.reason)

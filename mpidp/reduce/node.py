@@ -14,10 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mpidp.reduce.buckets import ALIGNMENT_BYTES, Bucket, BucketLayout, plain_buffers
-from mpidp.reduce.exchange import SIXTEEN_BITS, pieces
-from mpidp.reduce.reducer import Reducer, ReducerOptions
-from mpidp.reduce.transport import Transport, as_real
+from mpidp.reduce.buckets import ALIGNMENT_BYTES, Bucket, BucketLayout, Reducer, plain_buffers
+from mpidp.reduce.transport import SIXTEEN_BITS, ReducerOptions, Transport, as_real, pieces
 from mpidp.world.rank_memory import SharedWindow
 from mpidp.world.world import World
 

@@ -13,11 +13,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mpidp.reduce.buckets import Bucket
-from mpidp.reduce.exchange import pieces, sent_dtype
+from mpidp.reduce.buckets import Bucket, Reducer
 from mpidp.reduce.node import NodeMean, make_node_mean
-from mpidp.reduce.reducer import Reducer, ReducerOptions
-from mpidp.reduce.transport import Transport, as_real
+from mpidp.reduce.transport import ReducerOptions, Transport, as_real, pieces, sent_dtype
 from mpidp.world.world import World
 
 # Large enough for the full bandwidth of the bus and of shared memory, small enough that the first piece is down, and

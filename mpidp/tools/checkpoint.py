@@ -12,9 +12,20 @@ from mpidp.errors import CheckpointError, ConfigError
 from mpidp.options import Arg
 from mpidp.printable import listed
 from mpidp.tools.table import size_text, table
-from mpidp.train.checkpoint import manifest as manifests
-from mpidp.train.checkpoint.publish import ASIDE, LATEST, PARTIAL
-from mpidp.train.checkpoint.read import STATE, is_checkpoint, newest, newest_first, read, read_shard
+from mpidp.train.checkpoint.read import (
+    ASIDE,
+    LATEST,
+    MANIFEST,
+    PARTIAL,
+    STATE,
+    find_faults,
+    is_checkpoint,
+    newest,
+    newest_first,
+    read,
+    read_manifest,
+    read_shard,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,7 +103,7 @@ def find(place: Path) -> list[Path]:
     """
     if place.name == LATEST or place.is_symlink():
         place = place.resolve()
-    if is_checkpoint(place) or (place / manifests.NAME).is_file():  # a copy, too, if it is asked for by its name
+    if is_checkpoint(place) or (place / MANIFEST).is_file():  # a copy, too, if it is asked for by its name
         return [place]
     for folder in (place / "checkpoints", place):
         found = newest_first(folder)
@@ -119,14 +130,14 @@ def newest_whole(place: Path) -> tuple[Path, list[str]]:
 
 def _faults(path: Path) -> list[str]:
     try:
-        return list(manifests.find_faults(path, manifests.read(path)))
+        return list(find_faults(path, read_manifest(path)))
     except CheckpointError as error:
         return [str(error)]
 
 
 def _row(path: Path) -> tuple[object, ...]:
     try:
-        manifest = manifests.read(path)
+        manifest = read_manifest(path)
     except CheckpointError as error:
         return path.name, "?", "?", "?", "?", str(error)
     wrong = [
@@ -173,7 +184,7 @@ def export(options: ExportOptions) -> str:
 
 def _optimizer(state: dict[str, Any], path: Path) -> dict[str, Any]:
     """The state of the plain optimizer; joined if each rank saved its share."""
-    from mpidp.train.sharded.state import plain_state
+    from mpidp.train.sharded_state import plain_state
 
     return plain_state(state["optimizer"], partial(read_shard, path))
 

@@ -8,11 +8,11 @@ from types import TracebackType
 from typing import Any
 
 from mpidp.errors import CheckpointError
-from mpidp.train.checkpoint.disk import as_checkpoint_error
+from mpidp.train.agreement import check_same
 from mpidp.train.checkpoint.read import STATE, newest_first, newest_readable, part_name, read
 from mpidp.train.checkpoint.saver import Saver
+from mpidp.train.checkpoint.write import as_checkpoint_error
 from mpidp.train.records.owner import Owner
-from mpidp.train.signature import check_same
 from mpidp.train.state import TrainState
 from mpidp.train.stop import StopSignal
 from mpidp.world.mpi import is_survived

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 import mpidp
 from mpidp.errors import SHARED_MARK, CheckpointError, MpidpError
 from mpidp.printable import listed
-from mpidp.reduce.buckets import Buckets
+from mpidp.reduce.buckets import Buckets, Reducer
 from mpidp.reduce.choice import Choice, Facts, choose, wants_overlap
-from mpidp.reduce.reducer import Reducer, ReducerOptions
+from mpidp.reduce.transport import ReducerOptions
+from mpidp.train.agreement import broadcast_module, check_same, check_supported, module_signature
 from mpidp.train.batch_norm import Statistics, explain_batch_norm
-from mpidp.train.gradient_sync import GradientSync
-from mpidp.train.optimizer_steps import WRAP_ANEW
+from mpidp.train.gradient_sync import WRAP_ANEW, GradientSync
 from mpidp.train.replicas import EVERY_STEPS
-from mpidp.train.signature import broadcast_module, check_same, check_supported, module_signature
 from mpidp.world import mpi
 from mpidp.world.status import status
 from mpidp.world.world import World

@@ -22,8 +22,8 @@ from torch import Tensor
 from mpidp.errors import SHARED_MARK, LaunchError, MpidpError
 from mpidp.printable import listed
 from mpidp.train.batch_norm import combine_statistics
-from mpidp.train.sharded.optimizer import ShardedOptimizer
-from mpidp.train.sharded.state import Part
+from mpidp.train.sharded_optimizer import ShardedOptimizer
+from mpidp.train.sharded_state import Part
 from mpidp.train.state import TrainState
 from mpidp.world.elastic import ElasticWorld, LostRanks, Member
 from mpidp.world.mpi import ENDS_MPI, MPI, be_elastic, is_survived, why_not

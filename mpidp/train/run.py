@@ -13,6 +13,8 @@ import torch
 import mpidp
 from mpidp.config import RunConfig, to_toml
 from mpidp.hdf5.loader import HDF5Loader
+from mpidp.train.agreement import check_same
+from mpidp.train.batch_norm import SyncBatchNorm, sync_layers
 from mpidp.train.checkpoint.read import folder_name
 from mpidp.train.checkpoint.saver import Saver, settle
 from mpidp.train.checkpoints import restore
@@ -32,11 +34,9 @@ from mpidp.train.records.progress import Progress, count, describe_newest, summa
 from mpidp.train.records.recorder import MetricsFile, Recorder, whole_lines
 from mpidp.train.records.run_folder import RunFolder
 from mpidp.train.records.trace import Trace
-from mpidp.train.sharded.optimizer import ShardedOptimizer
-from mpidp.train.signature import check_same
+from mpidp.train.sharded_optimizer import ShardedOptimizer
 from mpidp.train.state import TrainState
 from mpidp.train.stop import StopSignal
-from mpidp.train.sync_batch_norm import SyncBatchNorm, sync_layers
 from mpidp.world.mpi import MPI, reduced, warn_of_cores
 from mpidp.world.world import World
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy
@@ -13,7 +13,20 @@ from torch import Tensor
 from mpidp.errors import CheckpointError
 from mpidp.printable import listed
 from mpidp.train.data_parallel import DataParallel
-from mpidp.train.sharded import optimizer as sharded
+from mpidp.train.sharded_optimizer import ShardedOptimizer
+from mpidp.train.sharded_state import (
+    RANKS,
+    SHAPES,
+    ReadRank,
+    Run,
+    SavedPart,
+    by_parameter,
+    like,
+    overlap,
+    plain_state,
+    shards,
+    to_parts,
+)
 
 if TYPE_CHECKING:
     from mpidp.hdf5.loader import HDF5Loader
@@ -96,7 +109,7 @@ class TrainState:
         state = {
             "classes": self._classes(),
             "model": self.model.state_dict(),
-            "optimizer": sharded.shared_state(self.optimizer),
+            "optimizer": optimizer_shared_state(self.optimizer),
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
             "loader": self.loader.state_dict(),
             "step": self.step,
@@ -111,7 +124,7 @@ class TrainState:
         return {
             "rng": capture_streams(self.world.device),
             "reduction": self.model.rank_state_dict(),
-            "optimizer": sharded.own_state(self.optimizer),
+            "optimizer": optimizer_rank_state(self.optimizer),
         }
 
     def load_state_dict(
@@ -172,7 +185,7 @@ class TrainState:
             raise CheckpointError(f"{source} holds {listed(found)} beside the model; here are {listed(self.others)}")
         self.model.load_state_dict(state["model"])
         try:
-            sharded.restore(self.optimizer, state["optimizer"], lambda rank: of_rank(rank)["optimizer"])
+            restore_optimizer(self.optimizer, state["optimizer"], lambda rank: of_rank(rank)["optimizer"])
             if self.scheduler:
                 self.scheduler.load_state_dict(state["scheduler"])
             for name, other in self.others.items():
@@ -185,7 +198,7 @@ class TrainState:
     def _classes(self) -> dict[str, str]:
         """Names of the classes whose state is kept."""
         scheduler = "none" if self.scheduler is None else type(self.scheduler).__qualname__
-        return {"optimizer": sharded.kind(self.optimizer), "scheduler": scheduler}
+        return {"optimizer": _class_name(self.optimizer), "scheduler": scheduler}
 
 
 def _of_this_rank(state: dict[str, Any], here: int) -> OfRank:
@@ -215,6 +228,57 @@ def _check_model(expected: dict[str, Tensor], found: dict[str, Tensor], source: 
 
 def _kind(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype}"
+
+
+def optimizer_shared_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What rank 0 saves for all ranks: the whole state_dict, or of a sharded optimizer all but its state."""
+    if not isinstance(optimizer, ShardedOptimizer):
+        return optimizer.state_dict()
+    return {
+        "param_groups": optimizer.groups_state_dict(),
+        SHAPES: _shapes(optimizer),
+        RANKS: optimizer.world.size,
+    }
+
+
+def optimizer_rank_state(optimizer: torch.optim.Optimizer) -> list[SavedPart]:
+    """What each rank saves in its own file."""
+    if not isinstance(optimizer, ShardedOptimizer):
+        return []
+    return [(run.parameter, run.start, run.stop, state) for run, state in optimizer.own_parts()]
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], read: ReadRank) -> None:
+    """Loads the state of a checkpoint. Not collective; call it on every rank.
+
+    Args:
+        optimizer: sharded or not.
+        saved: what `optimizer_shared_state` returned, sharded or not.
+        read: returns what `optimizer_rank_state` returned on a rank; called only for ranks whose state is needed.
+    """
+    if RANKS not in saved:
+        optimizer.load_state_dict(saved)
+    elif not isinstance(optimizer, ShardedOptimizer) or saved[SHAPES] != _shapes(optimizer):
+        optimizer.load_state_dict(plain_state(saved, read))
+    else:
+        optimizer.load_groups_state_dict(saved["param_groups"])
+        of_ranks = shards([parameter.numel() for parameter in like(saved)], saved[RANKS])
+        wanted = by_parameter(optimizer.runs, lambda run: run)
+        needed = [rank for rank, runs in enumerate(of_ranks) if _meet(runs, wanted)]
+        optimizer.load_parts(part for rank in needed for part in to_parts(read(rank)))
+
+
+def _class_name(optimizer: torch.optim.Optimizer) -> str:
+    """Name of the optimizer's class; of a sharded one, that of the inner optimizer."""
+    return type(optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer).__qualname__
+
+
+def _shapes(optimizer: ShardedOptimizer) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    return [(tuple(p.shape), p.stride()) for group in optimizer.param_groups for p in group["params"]]
+
+
+def _meet(runs: Sequence[Run], wanted: dict[int, list[Run]]) -> bool:
+    return any(overlap(run, other) for run in runs for other in wanted.get(run.parameter, ()))
 
 
 def seed_streams(seed: int, rank: int, step: int) -> None:

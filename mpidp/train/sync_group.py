@@ -12,6 +12,7 @@ pairwise algorithm for computing sample variances", COMPSTAT 1982, here for all 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -169,3 +170,55 @@ class SyncGroup:
 
 def _ranks(numbers: list[int]) -> str:
     return f"rank{'s' * (len(numbers) > 1)} {listed(numbers)}"
+
+
+class Lockstep:
+    """The comparison of all ranks' next call before each forward pass and each reduction of gradients.
+
+    Args:
+        layers: of class `SyncBatchNorm`, of the model.
+    """
+
+    def __init__(self, layers: Sequence[Any]):
+        self._layers = layers
+        self._is_in_pass = False  # between a forward pass and the end of its backward
+
+    def before_forward(self) -> None:
+        """Collective.
+
+        Raises:
+            Exception: on all ranks, what another rank failed by.
+            MismatchError: on all ranks, another rank does not run the model now.
+        """
+        if (group := self._group()) is not None:
+            group.check_next(FORWARD)
+            self._is_in_pass = torch.is_grad_enabled()
+
+    def before_reduction(self) -> None:
+        """Collective.
+
+        Raises:
+            MismatchError: on all ranks, another rank runs the model once more.
+        """
+        if (group := self._group()) is not None:
+            group.check_next(REDUCTION)
+
+    def fail(self, error: Exception) -> None:
+        """This rank cannot run the model now. Collective, and raises on all ranks; without layers it does nothing.
+
+        Once this rank is inside a pass, the others may be in any layer: then the error is raised here alone.
+        """
+        if (group := self._group()) is None:
+            return
+        if self._is_in_pass:
+            raise error
+        group.check_next(FAILED, error)
+
+    def after_backward(self) -> None:
+        """A backward pass is over, or has failed. Not collective."""
+        self._is_in_pass = False
+
+    def _group(self) -> SyncGroup | None:
+        """Whom layers will communicate with in the next forward pass; None if they will not."""
+        groups = (layer.group for layer in self._layers if layer.training)
+        return next((group for group in groups if group is not None and group.size > 1), None)

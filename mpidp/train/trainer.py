@@ -8,15 +8,15 @@ import torch
 
 from mpidp.config import RunConfig
 from mpidp.hdf5.batch import Batch
+from mpidp.train.agreement import check_same
+from mpidp.train.batch_norm import SyncBatchNorm
 from mpidp.train.elastic import Elastic
 from mpidp.train.records.progress import describe_epoch
 from mpidp.train.records.recorder import Tally
 from mpidp.train.records.run_folder import RunFolder
 from mpidp.train.records.starts import choose_resume, for_array_task
 from mpidp.train.run import Kept, Run
-from mpidp.train.sharded.optimizer import ShardedOptimizer
-from mpidp.train.signature import check_same
-from mpidp.train.sync_batch_norm import SyncBatchNorm
+from mpidp.train.sharded_optimizer import ShardedOptimizer
 from mpidp.world.exit import MEMORY_ADVICE, is_out_of_memory
 from mpidp.world.start import init
 from mpidp.world.status import BETWEEN

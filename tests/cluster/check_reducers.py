@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import mpidp
-from mpidp.reduce.buckets import Buckets
+from mpidp.reduce.buckets import Buckets, Reducer
 from mpidp.reduce.choice import REDUCERS
-from mpidp.reduce.exchange import SIXTEEN_BITS, sent_dtype
-from mpidp.reduce.reducer import Reducer, ReducerOptions
+from mpidp.reduce.transport import SIXTEEN_BITS, ReducerOptions, sent_dtype
 
 NAMES = [name for name in REDUCERS if name != "null"]  # null averages nothing
 FORMATS = (  # dtype of the gradients, and comm_dtype

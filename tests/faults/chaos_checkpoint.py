@@ -29,8 +29,8 @@ from checkpoint_job import check
 
 from jobs import ROOT, Result, finish, kill, launch, run_job
 from mpidp.errors import CheckpointError
-from mpidp.train.checkpoint import manifest as manifests
 from mpidp.train.checkpoint import read as checkpoint
+from mpidp.train.checkpoint.read import find_faults, read_manifest
 
 JOB = Path(__file__).with_name("checkpoint_job.py")
 NUM_BYTES = 400_000
@@ -93,7 +93,7 @@ def _find(newest: Path, name: str, folder: Path, before: Path) -> str:
     if name not in found:
         return f"found {found!r}"
     try:
-        named = list(manifests.find_faults(newest, manifests.read(newest)))
+        named = list(find_faults(newest, read_manifest(newest)))
     except CheckpointError as error:
         named = [str(error)]
     if len(named) != 1 or name not in named[0]:

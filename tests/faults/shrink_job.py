@@ -39,11 +39,11 @@ import signal
 
 import torch
 
-import mpidp.reduce.simple
+import mpidp.reduce.choice
 import mpidp.train.checkpoint.saver
-import mpidp.train.sharded.gather
-import mpidp.train.sharded.optimizer
-import mpidp.train.sharded.optimizer
+import mpidp.train.sharded_gather
+import mpidp.train.sharded_optimizer
+import mpidp.train.sharded_optimizer
 import mpidp.train.elastic
 import mpidp.world.elastic
 from mpidp.world.launch import current_world
@@ -83,15 +83,15 @@ def dies_at(point, holder, name, afterwards=False):
     setattr(holder, name, wrapped)
 
 
-dies_at("reduce", mpidp.reduce.simple.FlatReducer, "mean")
+dies_at("reduce", mpidp.reduce.choice.FlatReducer, "mean")
 dies_at("agree", mpidp.train.elastic.Elastic, "agree")
 dies_at("checkpoint", mpidp.train.checkpoint.saver, "write_parts")
 dies_at("shrink", mpidp.world.elastic.ElasticWorld, "shrink")
 dies_at("world", mpidp.world.elastic, "_make_world")
 dies_at("restore", mpidp.train.elastic.Elastic, "_tell")
-dies_at("gather", mpidp.train.sharded.gather.Messages, "exchange")
-dies_at("deal", mpidp.train.sharded.optimizer, "collect")
-dies_at("dealt", mpidp.train.sharded.optimizer.Shard, "hold", afterwards=True)
+dies_at("gather", mpidp.train.sharded_gather.Messages, "exchange")
+dies_at("deal", mpidp.train.sharded_optimizer, "collect")
+dies_at("dealt", mpidp.train.sharded_optimizer.Shard, "hold", afterwards=True)
 
 
 class Net(torch.nn.Module):

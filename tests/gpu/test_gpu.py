@@ -7,8 +7,8 @@ from torch import nn
 import mpidp
 from mpidp.reduce.buckets import Buckets
 from mpidp.reduce.choice import REDUCERS
-from mpidp.reduce.reducer import ReducerOptions
 from mpidp.reduce.staged import StagedReducer
+from mpidp.reduce.transport import ReducerOptions
 
 NUMEL = 5_000_003
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import mpidp
 from mpidp.reduce.buckets import Buckets
 from mpidp.reduce.choice import REDUCERS
-from mpidp.reduce.reducer import ReducerOptions
+from mpidp.reduce.transport import ReducerOptions
 
 SUMMING = [name for name in REDUCERS if name != "null"]
 

@@ -5,7 +5,7 @@ import pytest
 from mpidp.errors import MpidpError
 from mpidp.models.gpt import gpt
 from mpidp.reduce.buckets import Bucket
-from mpidp.reduce.simple import FlatReducer
+from mpidp.reduce.choice import FlatReducer
 from mpidp.tools.bench import allreduce, step
 from mpidp.tools.bench.allreduce import gloo
 from mpidp.tools.bench.options import AllreduceOptions, StepOptions

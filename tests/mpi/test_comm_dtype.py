@@ -6,7 +6,7 @@ from mpi_helpers import SUMMING, Means, same_bits
 from torch import Tensor
 
 import mpidp
-from mpidp.reduce.reducer import ReducerOptions
+from mpidp.reduce.transport import ReducerOptions
 
 # Of the largest contribution: half a unit in the last place when it is sent, as much for the mean.
 BOUND = {"bf16": 2.0**-7, "fp16": 2.0**-10}

@@ -8,7 +8,7 @@ from mpi_helpers import SUMMING, Means, same_bits
 from torch import Tensor
 
 import mpidp
-from mpidp.reduce.reducer import ReducerOptions
+from mpidp.reduce.transport import ReducerOptions
 
 pytestmark = pytest.mark.sizes
 

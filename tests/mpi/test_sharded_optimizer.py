@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 import mpidp
 from mpidp.errors import LaunchError, MismatchError, MpidpError
-from mpidp.train.sharded import optimizer as optimizer_module
-from mpidp.train.sharded.gather import Gather, Messages, collect, make_channel
-from mpidp.train.sharded.layout import Run, shards
-from mpidp.train.sharded.optimizer import ShardedOptimizer, own_state, restore, shared_state
-from mpidp.train.sharded.shard import ELEMENTWISE
-from mpidp.train.sharded.state import RANKS, SavedPart, cut
+from mpidp.train import sharded_optimizer as optimizer_module
+from mpidp.train.sharded_gather import Gather, Messages, collect, make_channel
+from mpidp.train.sharded_optimizer import ELEMENTWISE, ShardedOptimizer
+from mpidp.train.sharded_state import RANKS, Run, SavedPart, cut, shards
+from mpidp.train.state import optimizer_rank_state, optimizer_shared_state, restore_optimizer
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "SGD": [{"momentum": 0.9, "nesterov": True}],
@@ -192,7 +191,7 @@ def test_what_other_numbers_of_ranks_saved(world: mpidp.World, saved_ranks: int,
     for model in models[1:]:
         model.load_state_dict(models[0].state_dict())
     full = world.broadcast(sharded.full_state_dict())
-    saved = shared_state(sharded) | {RANKS: saved_ranks}
+    saved = optimizer_shared_state(sharded) | {RANKS: saved_ranks}
     files = files_of(full, models[0], saved_ranks)
     asked: list[int] = []
 
@@ -201,11 +200,11 @@ def test_what_other_numbers_of_ranks_saved(world: mpidp.World, saved_ranks: int,
         return files[rank]
 
     again = ShardedOptimizer(make("Adam", models[1], {}), world, copies=copies)
-    restore(again, saved, read)
+    restore_optimizer(again, saved, read)
     if saved_ranks == world.size and copies == 1:
         assert asked == [world.rank]
     plain = make("Adam", models[2], {})
-    restore(plain, saved, read)
+    restore_optimizer(plain, saved, read)
     for model, optimizer in zip(models, (sharded, again, plain), strict=True):
         train(model, optimizer, 2, first=3)
     for one, other, third in zip(*(model.parameters() for model in models), strict=True):
@@ -221,7 +220,7 @@ def test_ranks_save_each_element_once(world: mpidp.World) -> None:
     model = conv_net()
     sharded = ShardedOptimizer(make("Adam", model, {}), world, copies=2)
     train(model, sharded, 1)
-    lists = world.comm.allgather([saved[:3] for saved in own_state(sharded)])
+    lists = world.comm.allgather([saved[:3] for saved in optimizer_rank_state(sharded)])
     numels = [numel for group in sharded.param_groups for numel in [p.numel() for p in group["params"]]]
     assert [[(run.parameter, run.start, run.stop) for run in runs] for runs in shards(numels, world.size)] == lists
     sharded.close()

@@ -7,7 +7,7 @@ from mpi_helpers import Means
 import mpidp
 from mpidp.reduce import node as node_mean
 from mpidp.reduce.choice import REDUCERS
-from mpidp.reduce.reducer import ReducerOptions
+from mpidp.reduce.transport import ReducerOptions
 
 NUMEL = 100_000  # large enough for the window
 

@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mpidp
 from mpidp.errors import MismatchError
-from mpidp.train.batch_norm import combine_statistics
-from mpidp.train.sync_batch_norm import SyncBatchNorm
+from mpidp.train.batch_norm import SyncBatchNorm, combine_statistics
 
 ROWS, CHANNELS = 11, 3
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}

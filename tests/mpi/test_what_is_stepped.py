@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812  # the name every PyTorch pro
 
 import mpidp
 from mpidp.errors import MpidpError
-from mpidp.train import optimizer_steps as step_watch
+from mpidp.train import gradient_sync as step_watch
 
 WAYS = [("naive", False), ("flat", False), ("flat", True), ("node", False), ("node", True), ("staged", True)]
 ways = pytest.mark.parametrize("reducer, overlap", WAYS)

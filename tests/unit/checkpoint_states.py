@@ -5,10 +5,8 @@ from typing import Any
 
 import torch
 
-from mpidp.train.checkpoint.manifest import ALGORITHM, Manifest
-from mpidp.train.checkpoint.publish import PARTIAL, publish, tidy
-from mpidp.train.checkpoint.read import STATE, folder_name, load, part_name, read
-from mpidp.train.checkpoint.write import write_parts
+from mpidp.train.checkpoint.read import ALGORITHM, PARTIAL, STATE, Manifest, folder_name, load, part_name, read
+from mpidp.train.checkpoint.write import publish, tidy, write_parts
 
 
 def state_of(step: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from mpidp.errors import ConfigError, LaunchError, MpidpError
 from mpidp.models.gpt import gpt
 from mpidp.options import parse
 from mpidp.reduce.buckets import Bucket
-from mpidp.reduce.simple import FlatReducer
+from mpidp.reduce.choice import FlatReducer
 from mpidp.tools.bench import allreduce, step
 from mpidp.tools.bench.options import AllreduceOptions, StepOptions
 from mpidp.tools.bench.timing import Side, Times, measure

@@ -14,9 +14,7 @@ import pytest
 from checkpoint_states import check_state, names, save, state_of
 
 from mpidp.errors import CheckpointError
-from mpidp.train.checkpoint import manifest as manifests
-from mpidp.train.checkpoint.manifest import File, Manifest
-from mpidp.train.checkpoint.read import find_fault, load, newest
+from mpidp.train.checkpoint.read import File, Manifest, find_fault, find_faults, load, newest, read_manifest
 from mpidp.world.system import Process
 
 Damage = Callable[[Path], None]
@@ -125,7 +123,7 @@ _elsewhere = (File("../step_00000001/state.pt", 1, ""),) * 9
 
 def _intact(path: Path, **changes: Any) -> str:
     """The manifest with other values, and the checksum that goes with them."""
-    return dataclasses.replace(manifests.read(path), **changes).text()
+    return dataclasses.replace(read_manifest(path), **changes).text()
 
 
 def _empty(path: Path) -> None:
@@ -165,9 +163,9 @@ def test_all_damaged_files_are_listed(tmp_path: Path) -> None:
     path = save(tmp_path, 3, state_of(3), keep=1)
     flip(path / "state.pt", 50)
     (path / "rank_00000.pt").unlink()
-    found = list(manifests.find_faults(path, manifests.read(path)))
+    found = list(find_faults(path, read_manifest(path)))
     assert [line.split()[0] for line in found] == ["rank_00000.pt", "state.pt"]
-    assert list(manifests.find_faults(path, manifests.read(path), ["rank_00001.pt"])) == []
+    assert list(find_faults(path, read_manifest(path), ["rank_00001.pt"])) == []
 
 
 def test_a_flipped_bit_anywhere_in_the_state_is_found(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from checkpoint_states import names
 import mpidp
 from mpidp.errors import CheckpointError
 from mpidp.train.checkpoint import write as module
-from mpidp.train.checkpoint.disk import as_checkpoint_error
 from mpidp.train.checkpoint.read import load, newest
 from mpidp.train.checkpoint.saver import Saver
+from mpidp.train.checkpoint.write import as_checkpoint_error
 
 
 @pytest.fixture

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpidp.train.checksum import Piece, checksum, cut, flat, replicated
-from mpidp.train.replicas import Diverged, find_diverged
+from mpidp.train.replicas import Diverged, Piece, checksum, cut, find_diverged, flat, replicated
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex128, torch.bool, torch.int64]
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpidp.reduce.buckets import ALIGNMENT_BYTES, BucketLayout, bucket_layout
-from mpidp.reduce.exchange import MAX_PIECE_BYTES, pieces
+from mpidp.reduce.transport import MAX_PIECE_BYTES, pieces
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex128]
 PARAMETERS = st.lists(st.tuples(st.integers(0, 3000), st.sampled_from(DTYPES)), max_size=40)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from mpidp.errors import CheckpointError, MpidpError
+from mpidp.train.agreement import check_not_wrapped
 from mpidp.train.data_parallel import load_plain_state
-from mpidp.train.signature import check_not_wrapped
 
 
 def model(seed: int) -> nn.Module:

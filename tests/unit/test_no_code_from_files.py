@@ -12,8 +12,7 @@ from checkpoint_states import save, state_of
 
 import mpidp
 from mpidp.errors import CheckpointError
-from mpidp.train.checkpoint import manifest as manifests
-from mpidp.train.checkpoint.read import load
+from mpidp.train.checkpoint.read import File, Manifest, digest_file, load
 
 PACKAGE = Path(mpidp.__file__).parent
 # The copy of an exception that this very process has pickled.
@@ -62,10 +61,10 @@ def test_a_checkpoint_with_a_program_in_it_is_refused(tmp_path: Path, monkeypatc
     path = save(tmp_path, 1, state_of(1), keep=1)
     torch.save({"model": Program()}, path / "state.pt")
     content = json.loads((path / "manifest.json").read_text())
-    files = [manifests.File(**file) for file in content["files"]]
-    found = manifests.File("state.pt", (path / "state.pt").stat().st_size, manifests.digest_file(path / "state.pt"))
+    files = [File(**file) for file in content["files"]]
+    found = File("state.pt", (path / "state.pt").stat().st_size, digest_file(path / "state.pt"))
     files = [found if file.name == "state.pt" else file for file in files]
-    (path / "manifest.json").write_text(manifests.Manifest(1, 2, content["saved_at"], "sha256", tuple(files)).text())
+    (path / "manifest.json").write_text(Manifest(1, 2, content["saved_at"], "sha256", tuple(files)).text())
     with pytest.raises(CheckpointError, match=r"state\.pt holds something else than tensors.*it is not loaded$"):
         load(path)
     assert not Path("owned").exists()

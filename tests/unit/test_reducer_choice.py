@@ -6,7 +6,7 @@ import pytest
 
 from mpidp.errors import LaunchError
 from mpidp.reduce.choice import REDUCERS, Choice, Facts, choose
-from mpidp.reduce.reducer import ReducerOptions
+from mpidp.reduce.transport import ReducerOptions
 
 WHY = "the reason given"
 

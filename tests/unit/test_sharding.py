@@ -13,10 +13,21 @@ from torch import Tensor, nn
 
 import mpidp
 from mpidp.errors import MpidpError
-from mpidp.train.sharded.gather import pieces
-from mpidp.train.sharded.layout import BLOCK, Run, holders, overlap, shards, sources
-from mpidp.train.sharded.optimizer import ShardedOptimizer
-from mpidp.train.sharded.state import RANKS, SHAPES, cut, join, plain_state
+from mpidp.train.sharded_gather import pieces
+from mpidp.train.sharded_optimizer import ShardedOptimizer
+from mpidp.train.sharded_state import (
+    BLOCK,
+    RANKS,
+    SHAPES,
+    Run,
+    cut,
+    holders,
+    join,
+    overlap,
+    plain_state,
+    shards,
+    sources,
+)
 
 NUMELS = st.lists(st.integers(0, 1000), min_size=1, max_size=8)
 COUNTS = st.integers(1, 9)

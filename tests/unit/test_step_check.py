@@ -6,7 +6,7 @@ from torch import nn
 
 from mpidp.errors import MpidpError
 from mpidp.reduce.buckets import Buckets
-from mpidp.train.optimizer_steps import StepCheck
+from mpidp.train.gradient_sync import StepCheck
 
 
 class Case:

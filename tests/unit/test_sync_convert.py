@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import mpidp
 from mpidp.config import from_dict, validate
 from mpidp.errors import ConfigError, MpidpError
-from mpidp.train.sync_batch_norm import sync_layers
+from mpidp.train.batch_norm import sync_layers
 
 LAYERS: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
     "1d": (nn.BatchNorm1d, (5, 3)),

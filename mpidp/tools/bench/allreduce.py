@@ -19,9 +19,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 from torch.nn.parallel import DistributedDataParallel
 
 from mpidp.errors import LaunchError, MpidpError
-from mpidp.reduce.buckets import Buckets
+from mpidp.reduce.buckets import Buckets, Reducer
 from mpidp.reduce.choice import REDUCERS, Facts, choose
-from mpidp.reduce.reducer import Reducer, ReducerOptions
+from mpidp.reduce.transport import ReducerOptions
 from mpidp.tools.bench.options import BUFFER_ITEMSIZE, AllreduceOptions, parse_variant
 from mpidp.tools.bench.timing import Row, Side, Times, measure
 from mpidp.world.mpi import MPI

@@ -13,9 +13,7 @@ from typing import Any
 
 from mpidp.errors import CheckpointError, ConfigError
 from mpidp.tools.status import SILENT_S, of_known_kinds, read_starts, silent_s
-from mpidp.train.checkpoint import manifest as manifests
-from mpidp.train.checkpoint.manifest import Manifest
-from mpidp.train.checkpoint.read import newest_first
+from mpidp.train.checkpoint.read import Manifest, newest_first, read_manifest
 
 Record = dict[str, Any]
 
@@ -266,7 +264,7 @@ def _record(line: str) -> Record | None:
 
 def _manifest(folder: Path) -> Manifest | str:
     try:
-        return manifests.read(folder)
+        return read_manifest(folder)
     except CheckpointError as error:
         return str(error)
 

@@ -4,30 +4,176 @@ A checkpoint is a folder `step_00000120`:
 
 * `state.pt`: what all ranks share (model, optimizer, position in the data), written by rank 0;
 * `rank_00003.pt`: what only rank 3 has (random streams, rounding errors not yet sent), written by rank 3;
-* `manifest.json`: sizes and checksums of these, written last.
+* `manifest.json`: sizes and checksums of these, written last. Each file's checksum is what `sha256sum` prints. The
+  manifest's own is over its other lines, and any other spelling of the same content counts as damage, so that no byte
+  of it can change unnoticed.
 
-All are what `torch.load(weights_only=True)` reads. Only loading needs torch.
+The others are what `torch.load(weights_only=True)` reads. Only loading needs torch.
 
 Nodes may see a file system in different states: a file that is whole on one may be stale or missing on another. So each
 rank checks what it will load, and all files are checked by some rank.
 """
 
+from __future__ import annotations
+
+import hashlib
+import json
 import pickle
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from mpidp.errors import CheckpointError
-from mpidp.printable import listed
-from mpidp.train.checkpoint import manifest as manifests
-from mpidp.train.checkpoint.manifest import Manifest
+from mpidp.printable import has_control, listed
 
 if TYPE_CHECKING:
     from mpidp.world.world import World
 
+_FORMAT = 2
+# The fastest of hashlib's where the processor has instructions for it, as servers of the last years do.
+ALGORITHM = "sha256"
+# Some hundred bytes a rank: enough for a million ranks, and not too much to read of a damaged file.
+_MOST_BYTES = 256 * 2**20
 
-STATE = "state.pt"
+
+@dataclass(frozen=True)
+class File:
+    """One file of a checkpoint: its name, its length and its checksum in hexadecimal digits."""
+
+    name: str
+    num_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What makes up a checkpoint.
+
+    Attributes:
+        step: optimizer steps done.
+        ranks: how many ranks wrote it.
+        saved_at: when, as in `2026-01-31T12:00:00+0000`.
+        algorithm: what made the checksums; a name that hashlib knows.
+        files: every file but the manifest itself.
+    """
+
+    step: int
+    ranks: int
+    saved_at: str
+    algorithm: str
+    files: tuple[File, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of all files."""
+        return sum(file.num_bytes for file in self.files)
+
+    def text(self) -> str:
+        """The content of `manifest.json`."""
+        content = {"format": _FORMAT, **asdict(self)}
+        return _dump({**content, "checksum": hashlib.new(self.algorithm, _dump(content).encode()).hexdigest()})
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or of a format that this version does not read; names no folder.
+    """
+    try:
+        if (num_bytes := (folder / MANIFEST).stat().st_size) > _MOST_BYTES:
+            raise ValueError(f"it has {num_bytes:,} bytes")
+        text = (folder / MANIFEST).read_text(encoding="utf-8")
+        content = json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{MANIFEST} cannot be read ({error})") from error
+    if not isinstance(content, dict) or "format" not in content:
+        raise CheckpointError(f"{MANIFEST} is damaged (it does not say its format)")
+    if content["format"] != _FORMAT:
+        raise CheckpointError(
+            f"{MANIFEST} says format {content['format']!r}, this version of mpidp reads {_FORMAT} (or it is damaged)"
+        )
+    try:
+        files = tuple(File(**file) for file in content["files"])
+        manifest = Manifest(**{**_without(content, "format", "checksum"), "files": files})
+        intact = manifest.text() == text
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{MANIFEST} is damaged ({type(error).__name__}: {error})") from error
+    if not intact:
+        raise CheckpointError(f"{MANIFEST} is damaged (its content differs from its checksum)")
+    fault = _find_odd_value(manifest)
+    if fault is not None:
+        raise CheckpointError(f"{MANIFEST} is damaged ({fault})")
+    return manifest
+
+
+def _find_odd_value(manifest: Manifest) -> str | None:
+    """What is wrong with a manifest whose checksum is right, as another program may have written it; or None."""
+    for name in ("step", "ranks"):
+        value = getattr(manifest, name)
+        if type(value) is not int or not 0 <= value < 2**63:
+            return f"{name} = {value!r}"
+    if manifest.ranks > len(manifest.files):
+        return f"{manifest.ranks} ranks, but {len(manifest.files)} files"
+    if not isinstance(manifest.saved_at, str):
+        return f"saved_at = {manifest.saved_at!r}"
+    for file in manifest.files:
+        if not isinstance(file.name, str) or Path(file.name).name != file.name or has_control(file.name):
+            return f"{file.name!r} is no name of a file in its folder"
+        if type(file.num_bytes) is not int or not isinstance(file.digest, str):
+            return f"{file.name} has size {file.num_bytes!r} and checksum {file.digest!r}"
+    return None
+
+
+def find_faults(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) -> Iterator[str]:
+    """What is wrong with each damaged file, its name first.
+
+    Args:
+        folder: the checkpoint.
+        manifest: what it should hold.
+        names: files to check; None for all.
+    """
+    wanted = None if names is None else set(names)
+    for file in manifest.files:
+        if wanted is None or file.name in wanted:
+            fault = _file_fault(folder / file.name, file, manifest.algorithm)
+            if fault is not None:
+                yield f"{file.name} {fault}"
+
+
+def digest_file(path: Path, algorithm: str = ALGORITHM) -> str:
+    """Checksum of a file's content, in hexadecimal digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, algorithm).hexdigest()
+
+
+def _file_fault(path: Path, expected: File, algorithm: str) -> str | None:
+    if not path.is_file():
+        return "is missing"
+    found_bytes = path.stat().st_size
+    if found_bytes != expected.num_bytes:
+        return f"has {found_bytes:,} bytes instead of {expected.num_bytes:,}"
+    try:
+        digest = digest_file(path, algorithm)
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return None if digest == expected.digest else f"is damaged (its {algorithm} differs from the manifest's)"
+
+
+def _dump(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=2) + "\n"
+
+
+def _without(content: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in content.items() if key not in keys}
+
+
+STATE, MANIFEST = "state.pt", "manifest.json"
+# Beside the checkpoints of a folder: what is being written, what is being removed, and the link to the newest.
+PARTIAL, REMOVED, LATEST = ".partial-", ".removed-", "latest"
+ASIDE = ".aside"  # suffix of folders that are set aside: no save counts or removes them
 _PREFIX = "step_"
 # As `folder_name` writes it. Anything with another name, such as a copy, belongs to the user.
 _NAME = re.compile(rf"{_PREFIX}([0-9]{{8}}|[1-9][0-9]{{8,}})")
@@ -90,14 +236,14 @@ def find_fault(path: Path, names: Iterable[str] | None = None) -> str | None:
         names: files to check beside the manifest; None for all.
     """
     try:
-        manifest = manifests.read(path)
+        manifest = read_manifest(path)
     except CheckpointError as error:
         return str(error)
     known = {file.name for file in manifest.files}
     missing = [name for name in _expected(manifest) if name not in known]
     if missing:
-        return f"{manifests.NAME} is damaged (it does not list {missing[0]})"
-    return next(manifests.find_faults(path, manifest, names), None)
+        return f"{MANIFEST} is damaged (it does not list {missing[0]})"
+    return next(find_faults(path, manifest, names), None)
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -133,7 +279,7 @@ def read(path: Path, name: str) -> dict[str, Any]:
 
 
 def read_shard(path: Path, rank: int) -> list[Any]:
-    """What a rank saved of an optimizer in shards (`mpidp.train.sharded.state`).
+    """What a rank saved of an optimizer in shards (`mpidp.train.sharded_state`).
 
     Raises:
         CheckpointError: as `read` does.
@@ -146,7 +292,7 @@ def _expected(manifest: Manifest) -> list[str]:
     return [STATE, *(part_name(rank) for rank in range(manifest.ranks))]
 
 
-def newest_readable(world: "World", folder: Path) -> tuple[Path, list[str]]:
+def newest_readable(world: World, folder: Path) -> tuple[Path, list[str]]:
     """The newest checkpoint of which every rank can read its part, and a line for each newer one. Collective.
 
     Args:
@@ -169,7 +315,7 @@ def newest_readable(world: "World", folder: Path) -> tuple[Path, list[str]]:
         raise none_usable(folder, passed_over)
 
 
-def _find_fault_of_all(world: "World", path: Path) -> str | None:
+def _find_fault_of_all(world: World, path: Path) -> str | None:
     """The fault that the lowest rank found, the same on every rank, or None. Collective."""
     found: list[tuple[str | None, str, str]] = world.comm.allgather((*_examine(world, path), world.host))
     faults = [fault for fault, _, _ in found]
@@ -180,16 +326,16 @@ def _find_fault_of_all(world: "World", path: Path) -> str | None:
     texts = [text for _, text, _ in found]
     other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
     if other is not None:
-        return f"{manifests.NAME} differs between rank 0 on {found[0][2]} and rank {other} on {found[other][2]}"
+        return f"{MANIFEST} differs between rank 0 on {found[0][2]} and rank {other} on {found[other][2]}"
     return None
 
 
-def _examine(world: "World", path: Path) -> tuple[str | None, str]:
+def _examine(world: World, path: Path) -> tuple[str | None, str]:
     """What is wrong with this rank's files, or None; and the manifest's text."""
     if not path.is_dir():
         return "it is not there", ""
     try:
-        manifest = manifests.read(path)
+        manifest = read_manifest(path)
     except CheckpointError as error:
         return str(error), ""
     return find_fault(path, shares(world.rank, world.size, manifest.ranks)), manifest.text()

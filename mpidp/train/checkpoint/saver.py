@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from mpidp.errors import SHARED_MARK, CheckpointError
-from mpidp.train.checkpoint import manifest as manifests
-from mpidp.train.checkpoint.disk import as_checkpoint_error
-from mpidp.train.checkpoint.manifest import File, Manifest
-from mpidp.train.checkpoint.publish import OWNED_BY, PARTIAL, complete, discard
-from mpidp.train.checkpoint.read import STATE, folder_name, part_name
-from mpidp.train.checkpoint.write import Snapshot, write_parts
+from mpidp.train.checkpoint.read import ALGORITHM, MANIFEST, PARTIAL, STATE, File, Manifest, folder_name, part_name
+from mpidp.train.checkpoint.write import (
+    OWNED_BY,
+    Snapshot,
+    as_checkpoint_error,
+    complete,
+    discard,
+    write_parts,
+)
 from mpidp.world import mpi
 from mpidp.world.collectives import DelayedMaximum, share_error
 from mpidp.world.mpi import MPI
@@ -220,7 +223,7 @@ class Saver:
             save.step,
             self.world.size,
             time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            manifests.ALGORITHM,
+            ALGORITHM,
             tuple(sorted((file for of_rank in files for file in of_rank), key=lambda file: file.name)),
         )
         final = self.folder / folder_name(save.step)
@@ -238,7 +241,7 @@ class Saver:
         self._current = None
         self.failure = error
         final = self.folder / folder_name(save.step)
-        if save.publishes and (final / manifests.NAME).exists():  # what failed came after
+        if save.publishes and (final / MANIFEST).exists():  # what failed came after
             self.newest = final
         if self.world.rank == 0:
             self._thread.submit(discard, save.partial)
@@ -269,7 +272,7 @@ def settle(world: World, folder: Path, step: int) -> Path | None:
     final = folder / folder_name(step)
 
     def is_complete() -> bool:
-        if (final / manifests.NAME).exists():
+        if (final / MANIFEST).exists():
             return True
         for partial in folder.glob(f"{PARTIAL}{folder_name(step)}-*"):
             discard(partial)

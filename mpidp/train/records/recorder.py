@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mpidp.errors import CheckpointError
-from mpidp.train.checkpoint.disk import as_checkpoint_error
+from mpidp.train.checkpoint.write import as_checkpoint_error
 from mpidp.train.losses import count_right
 from mpidp.train.records.progress import Progress
 from mpidp.world.collectives import share_error

@@ -16,7 +16,7 @@ import torch
 import mpidp
 from mpidp.config import RunConfig, to_toml
 from mpidp.errors import CheckpointError, ConfigError
-from mpidp.train.checkpoint.disk import as_checkpoint_error
+from mpidp.train.checkpoint.write import as_checkpoint_error
 from mpidp.train.records import starts
 from mpidp.train.records.owner import Owner
 from mpidp.train.records.starts import without_secrets

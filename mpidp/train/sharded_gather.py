@@ -1,5 +1,7 @@
 """Gathering of parameters of which each rank has updated its own shard: by messages or shared memory."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -7,9 +9,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from mpidp.reduce.exchange import MAX_PIECE_BYTES
-from mpidp.train.sharded.layout import Run, by_parameter, sources
-from mpidp.train.sharded.state import Part, State, join, select, to_host
+from mpidp.reduce.transport import MAX_PIECE_BYTES
+from mpidp.train.sharded_state import Part, Run, State, by_parameter, join, select, sources, to_host
 from mpidp.world import mpi
 from mpidp.world.mpi import MPI
 from mpidp.world.rank_memory import SharedWindow

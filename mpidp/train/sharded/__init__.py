@@ -1,1 +1,0 @@
-"""The optimizer with its state in shards: `ShardedOptimizer`."""
