@@ -1,20 +1,25 @@
-"""The class `Batch`: the samples of one step on one rank."""
+"""The class `Batch`, the samples of one step on one rank, and what the classes that make batches have in common."""
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mpidp.errors import DataError
-from mpidp.hdf5.order.keyed import IntArray
+from mpidp.errors import DataError, MismatchError
+from mpidp.hdf5.plan import IntArray
 from mpidp.world.status import NO_BATCH, status
 from mpidp.world.world import accumulate_only, check_count, check_loss, weighed
 
 if TYPE_CHECKING:
+    from mpidp.hdf5.order import Order
     from mpidp.world.world import World
+
+log = logging.getLogger("mpidp")
 
 
 class Batch:
@@ -154,3 +159,92 @@ class Batch:
             raise DataError("weigh(loss, count) was called on one of several micro batches; it needs the whole batch")
         check_count(count)
         return count, round(self._world.sum([count])[0])
+
+
+def check_agreed(
+    world: World, settings: tuple[object, ...], made: str, names: str, paths: tuple[str, ...] = ()
+) -> None:
+    """Raise `MismatchError` on every rank unless all were given the same settings. Collective.
+
+    A file may have another path on each rank, by a link or from a folder of its own.
+    """
+    roots, roots_paths = world.broadcast((settings, paths))
+    with world.raise_on_all_ranks(f"comparing the settings of {made}"):
+        if settings != roots or not _are_same_files(paths, roots_paths):
+            own, others = (*paths, *settings), (*roots_paths, *roots)
+            raise MismatchError(
+                f"rank {world.rank} made {made} with {own}, rank 0 with {others}: {names}; give the same on every rank"
+            )
+
+
+def _are_same_files(here: tuple[str, ...], at_root: tuple[str, ...]) -> bool:
+    try:
+        pairs = zip(here, at_root, strict=True)
+        return all(one == other or os.path.samefile(one, other) for one, other in pairs)
+    except (OSError, ValueError):  # a file is not there; another number of files
+        return False
+
+
+class Passes:
+    """Passes over the epochs of an order, one after the other, at one position in the current one."""
+
+    order: Order
+
+    def __init__(self) -> None:
+        self._epoch = 0
+        self._position = 0
+        self._continues = False  # the next pass goes on from the position because someone asked for it
+        self._told = False
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch, over all ranks."""
+        return self.order.num_samples
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch, counted from 0."""
+        return self._epoch
+
+    @property
+    def position(self) -> int:
+        """Global samples of the current epoch that were handed out."""
+        return self._position
+
+    @property
+    def remaining_steps(self) -> int:
+        """Steps from the position to the end of the current epoch."""
+        return self.order.steps(self._position)
+
+    def __len__(self) -> int:
+        """Return the number of steps of a whole epoch."""
+        return self.order.steps()
+
+    def _begin_pass(self, over: str, name: str, speaks: bool) -> None:
+        """Choose where a pass begins: behind the position only in a shuffled order, or if someone asked for it.
+
+        Args:
+            over: what the loop is over, for the message.
+            name: of the variable that holds it, likewise.
+            speaks: whether this rank says that a pass goes on which was left.
+        """
+        if not self.remaining_steps:
+            self._finish_epoch()
+        if self._position and not self._continues:
+            if self.order.shuffle == "none":
+                self._position = 0
+            elif not self._told and speaks:
+                self._told = True
+                log.warning(
+                    "the loop over %s goes on behind the %s of %s samples of epoch %d that the last loop was handed "
+                    "before it was left; %s.restart() before a loop begins the epoch anew",
+                    over,
+                    f"{self._position:,}",
+                    f"{self.num_samples:,}",
+                    self._epoch,
+                    name,
+                )
+        self._continues = False
+
+    def _finish_epoch(self) -> None:
+        self._epoch, self._position = self._epoch + 1, 0

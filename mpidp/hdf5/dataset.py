@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidp.hdf5.field import Decode, Field, Packing
-from mpidp.hdf5.order.keyed import IntArray
+from mpidp.hdf5.plan import IntArray
 
 FilterMasks = npt.NDArray[np.uint32]
 

@@ -15,8 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from mpidp.hdf5.dataset import Rows
-from mpidp.hdf5.order.keyed import IntArray
-from mpidp.hdf5.order.plan import Piece, StreamPlan
+from mpidp.hdf5.plan import IntArray, Piece, StreamPlan
 from mpidp.hdf5.read import Cache, RowReader
 from mpidp.world.status import status
 

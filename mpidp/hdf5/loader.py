@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from mpidp.errors import DataError
-from mpidp.hdf5.agree import check_agreed, describe_on_all_ranks
-from mpidp.hdf5.batch import Batch
+from mpidp.hdf5.batch import Batch, Passes, check_agreed
 from mpidp.hdf5.dataset import DataSet
 from mpidp.hdf5.field import Fields, field_specs
-from mpidp.hdf5.files.describe import Paths, absolute_paths
+from mpidp.hdf5.files.describe import Paths, absolute_paths, describe_on_all_ranks
 from mpidp.hdf5.files.fingerprint import check_unchanged, fingerprint
 from mpidp.hdf5.memory_budget import (
     choose_mixing,
@@ -27,8 +26,7 @@ from mpidp.hdf5.memory_budget import (
     warnings_about,
 )
 from mpidp.hdf5.modes.stream import Assembled, FileRows
-from mpidp.hdf5.order.order import Order, Passes, Share, Shuffle
-from mpidp.hdf5.order.split import Part, Split
+from mpidp.hdf5.order import Order, Part, Share, Shuffle, Split
 from mpidp.hdf5.prefetch import BatchRing, Prefetcher
 from mpidp.hdf5.read import RowReader, Selection, decoding, slow_paths
 from mpidp.hdf5.transform import BatchMaker, BatchTransform, SampleTransform
@@ -296,9 +294,7 @@ class HDF5Loader(Passes):
             staged = replace(self._selection, dataset=self._selection.dataset.moved(staging.paths))
             return FileRows(staged, staging.line, staging.close)
         # Importing these loads MPI, which planning a run on a login node must not.
-        from mpidp.hdf5.modes.memory import Contents
-        from mpidp.hdf5.modes.node import NodeMemory
-        from mpidp.hdf5.modes.store import SpreadMemory
+        from mpidp.hdf5.modes.memory import Contents, NodeMemory, SpreadMemory
 
         contents = Contents.of(self._selection)
         with closing(RowReader(self._selection)) as reader:

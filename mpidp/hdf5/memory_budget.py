@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from mpidp.hdf5.dataset import DataSet
 from mpidp.hdf5.gather import number_of_slots
-from mpidp.hdf5.order.order import Order, Shuffle
-from mpidp.hdf5.order.plan import automatic_streams
+from mpidp.hdf5.order import Order, Shuffle
+from mpidp.hdf5.plan import automatic_streams
 from mpidp.hdf5.read import CACHE_BYTES, LARGE_ROW_BYTES, reads_single_rows
 
 MOST_NODE_BYTES = 2 * 2**30

@@ -1,8 +1,10 @@
 """Reading the rows of chunks, as batches hold them: the one path from bytes in a file to values.
 
-Rows are decoded without HDF5 where `locate` found that they can be, and read by HDF5, one thread at a time, where
-not. Both ways give the same values.
+Rows are decoded without HDF5 where `locate` found that they can be. Others are read by HDF5, which lets one thread in
+at a time. Both ways give the same values.
 """
+
+from __future__ import annotations
 
 import threading
 from collections import OrderedDict
@@ -16,15 +18,15 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from mpidp.errors import DataError
-from mpidp.hdf5.convert_values import Converter
+from mpidp.errors import DataError, MpidpError
 from mpidp.hdf5.dataset import DataSet, Rows
-from mpidp.hdf5.decode import Decoder
-from mpidp.hdf5.files.plain import PlainReader
+from mpidp.hdf5.decode import Decoder, retried
+from mpidp.hdf5.field import Converter, Field, narrow_to_bfloat16
+from mpidp.hdf5.files.file import open_apart
+from mpidp.hdf5.files.types import HDF5_ERRORS, read_rows
 from mpidp.hdf5.filters import DEFLATE, inflater
-from mpidp.hdf5.order.keyed import IntArray
-from mpidp.hdf5.order.plan import Piece
-from mpidp.hdf5.order.split import Part, Split
+from mpidp.hdf5.order import Part, Split
+from mpidp.hdf5.plan import IntArray, Piece
 
 Array = npt.NDArray[Any]
 Key = TypeVar("Key")
@@ -248,7 +250,7 @@ class Cache(Generic[Key, Value]):
             self._make(key, future, make)
         return future.result()
 
-    def _make(self, key: Key, future: "Future[Value]", make: Callable[[], Value]) -> None:
+    def _make(self, key: Key, future: Future[Value], make: Callable[[], Value]) -> None:
         try:
             value = make()
         except BaseException as error:
@@ -286,3 +288,72 @@ def slow_paths(dataset: DataSet) -> list[str]:
                 line = f'{file.path}: dataset "{field.dataset}" is read by HDF5, one thread at a time: {reason}'
                 lines.setdefault(field.name, line)
     return list(lines.values())
+
+
+_LEAST_CACHE_BYTES = 8 * 2**20
+_MOST_CACHE_BYTES = 256 * 2**20
+
+
+class PlainReader:
+    """Reads rows of the files of a `DataSet`. At most `most_open` files are open at a time."""
+
+    def __init__(self, dataset: DataSet, most_open: int = 16) -> None:
+        self._dataset = dataset
+        self._most_open = most_open
+        self._open: OrderedDict[int, Any] = OrderedDict()
+        # The datasets of the file read last. HDF5 caches chunks for as long as a dataset is open, and only those
+        # of one file, so that the memory of the caches does not grow with the number of files.
+        self._current = -1
+        self._datasets: dict[str, Any] = {}
+        # Two chunks: a stream may end inside a chunk, and the next stream then finds the rest decoded.
+        largest = max(file.range_rows for file in dataset.files) * max(f.row_bytes for f in dataset.fields)
+        self._cache_bytes = min(max(_LEAST_CACHE_BYTES, 2 * largest), _MOST_CACHE_BYTES)
+
+    def read(self, file: int, field: Field, start: int, stop: int) -> npt.NDArray[Any]:
+        """Return rows [start, stop) of a file as an array (stop - start, ...) of stored values.
+
+        Of compounds they have the member of the field, if it has one; bfloat16 is its bits in uint16. Raises
+        `DataError` when they cannot be read (after a few attempts where the error may pass).
+        """
+        try:
+            values = retried(lambda: self._read(file, field, start, stop))
+        except MpidpError:
+            raise
+        except HDF5_ERRORS as error:  # KeyError: the file was replaced by one without the dataset
+            raise DataError(f"cannot be read; the file may be damaged. HDF5 says: {error}") from error
+        return narrow_to_bfloat16(values) if field.stored_bfloat16 else values
+
+    def close(self) -> None:
+        """Close all files. Reading opens them again."""
+        for file in list(self._open):
+            self._close(file)
+
+    def _read(self, file: int, field: Field, start: int, stop: int) -> npt.NDArray[Any]:
+        try:
+            if file != self._current:
+                self._turn_to(file)
+            return read_rows(self._datasets[field.name], field.member, field.axis, start, stop)
+        except OSError:
+            # A stale handle stays stale: the next attempt, if any, opens the file anew.
+            self._close(file)
+            raise
+
+    def _turn_to(self, file: int) -> None:
+        self._forget_current()
+        if file not in self._open:
+            while len(self._open) >= self._most_open:
+                self._close(next(iter(self._open)))
+            self._open[file] = open_apart(self._dataset.files[file].path, self._cache_bytes)
+        self._open.move_to_end(file)
+        self._datasets = {field.name: self._open[file][field.dataset] for field in self._dataset.fields}
+        self._current = file
+
+    def _close(self, file: int) -> None:
+        if file == self._current:
+            self._forget_current()
+        if file in self._open:
+            self._open.pop(file).close()
+
+    def _forget_current(self) -> None:
+        self._datasets = {}
+        self._current = -1

@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from mpidp.errors import DataError
-from mpidp.hdf5.agree import check_agreed
-from mpidp.hdf5.batch import Batch
-from mpidp.hdf5.order.keyed import IntArray
-from mpidp.hdf5.order.order import Order, Passes, Share, Step, step_rows
-from mpidp.hdf5.order.plan import EpochPlan
+from mpidp.hdf5.batch import Batch, Passes, check_agreed
+from mpidp.hdf5.order import Order, Share, Step, step_rows
+from mpidp.hdf5.plan import EpochPlan, IntArray
 from mpidp.world.world import resolve_world
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from torch import Tensor
 from mpidp.errors import DataError
 from mpidp.hdf5.batch import Batch
 from mpidp.hdf5.modes.stream import Assembled
-from mpidp.hdf5.order.keyed import SAMPLE_NOISE, IntArray, WordArray, mix, words
+from mpidp.hdf5.plan import SAMPLE_NOISE, IntArray, WordArray, mix, words
 
 if TYPE_CHECKING:
     from mpidp.world.world import World

@@ -12,7 +12,7 @@ from torch import nn
 
 from mpidp.config import RunConfig
 from mpidp.hdf5.loader import HDF5Loader
-from mpidp.hdf5.order.order import Order
+from mpidp.hdf5.order import Order
 from mpidp.reduce.buckets import BucketLayout, bucket_layout
 from mpidp.tools.table import size_text, table
 from mpidp.train.components import field_specs_of

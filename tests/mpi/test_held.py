@@ -11,10 +11,8 @@ import mpidp
 from mpidp.errors import DataError
 from mpidp.hdf5.dataset import Field, Rows
 from mpidp.hdf5.modes import memory, node
-from mpidp.hdf5.modes.memory import Contents, Read
-from mpidp.hdf5.modes.node import NodeMemory
-from mpidp.hdf5.modes.store import SpreadMemory
-from mpidp.hdf5.order.plan import Piece
+from mpidp.hdf5.modes.memory import Contents, NodeMemory, Read, SpreadMemory
+from mpidp.hdf5.plan import Piece
 from mpidp.world.world import World
 
 Held = NodeMemory | SpreadMemory

@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812  # the name every PyTorch pro
 
 from mpidp.errors import DataError, MismatchError
 from mpidp.hdf5.loader import HDF5Loader, Mode
-from mpidp.hdf5.order.order import Shuffle
+from mpidp.hdf5.order import Shuffle
 from mpidp.world.world import World
 
 pytestmark = pytest.mark.sizes

@@ -16,7 +16,7 @@ import torch
 from mpidp.errors import DataError, MismatchError
 from mpidp.hdf5.field import FieldSpec
 from mpidp.hdf5.loader import HDF5Loader, Mode
-from mpidp.hdf5.order.order import Shuffle
+from mpidp.hdf5.order import Shuffle
 from mpidp.world.world import World
 
 MODES: tuple[Mode, ...] = ("stream", "node", "store", "stage")

@@ -7,12 +7,10 @@ from typing import Any
 import h5py
 import numpy as np
 
-from mpidp.hdf5.convert_values import Converter
 from mpidp.hdf5.dataset import DataSet
-from mpidp.hdf5.field import FieldSpec
+from mpidp.hdf5.field import Converter, FieldSpec
 from mpidp.hdf5.files.describe import describe
-from mpidp.hdf5.files.plain import PlainReader
-from mpidp.hdf5.read import CACHE_BYTES, RowReader, Selection
+from mpidp.hdf5.read import CACHE_BYTES, PlainReader, RowReader, Selection
 
 
 def write(path: Path, **datasets: Any) -> Path:

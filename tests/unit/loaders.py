@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from mpidp.hdf5.loader import HDF5Loader
-from mpidp.hdf5.order.order import Shuffle
+from mpidp.hdf5.order import Shuffle
 
 SHUFFLES: tuple[Shuffle, ...] = ("streams", "full", "none")
 ROWS = 150

@@ -21,7 +21,7 @@ from mpidp.hdf5.memory_budget import (
     resources,
     warnings_about,
 )
-from mpidp.hdf5.order.order import Order
+from mpidp.hdf5.order import Order
 
 MIB = 2**20
 

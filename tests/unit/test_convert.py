@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpidp.errors import DataError
-from mpidp.hdf5.convert_values import Converter, check_castable, narrow_to_bfloat16, widen_bfloat16
-from mpidp.hdf5.field import SUPPORTED, Field, FieldSpec
+from mpidp.hdf5.field import SUPPORTED, Converter, Field, FieldSpec, check_castable, narrow_to_bfloat16, widen_bfloat16
 
 STORED = sorted(SUPPORTED, key=str)
 TARGETS = ("", *(str(dtype) for dtype in STORED if str(dtype) not in ("uint16", "uint32", "uint64")), "bfloat16")

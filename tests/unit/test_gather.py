@@ -19,9 +19,8 @@ from mpidp.hdf5.files.describe import describe
 from mpidp.hdf5.gather import GroupStore, StreamGatherer, number_of_slots
 from mpidp.hdf5.memory_budget import resources
 from mpidp.hdf5.modes.stream import FileRows
-from mpidp.hdf5.order.order import Order, Share
-from mpidp.hdf5.order.plan import Piece, StreamPlan
-from mpidp.hdf5.order.split import Split
+from mpidp.hdf5.order import Order, Share, Split
+from mpidp.hdf5.plan import Piece, StreamPlan
 from mpidp.hdf5.prefetch import BatchRing
 from mpidp.hdf5.read import Selection
 

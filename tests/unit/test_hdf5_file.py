@@ -15,7 +15,7 @@ from hdf5_rows import all_rows, read_rows, write
 from mpidp.errors import DataError
 from mpidp.hdf5.files import file as file_module
 from mpidp.hdf5.files.describe import check_present, describe
-from mpidp.hdf5.files.plain import PlainReader
+from mpidp.hdf5.read import PlainReader
 
 
 def test_widening_keeps_large_values(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_errors_that_may_pass(
     dataset = describe(write(tmp_path / "a.h5", x=[5, 6]), ("x",))
     pauses: list[float] = []
     monkeypatch.setattr("mpidp.hdf5.decode.time.sleep", pauses.append)
-    monkeypatch.setattr("mpidp.hdf5.files.plain.open_apart", _Flaky(failures, error))
+    monkeypatch.setattr("mpidp.hdf5.read.open_apart", _Flaky(failures, error))
     reader = PlainReader(dataset)
     if works:
         assert reader.read(0, dataset.fields[0], 0, 1).tolist() == [5]

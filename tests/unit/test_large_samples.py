@@ -17,7 +17,7 @@ from mpidp.hdf5.decode import RawFiles
 from mpidp.hdf5.files.describe import describe
 from mpidp.hdf5.loader import HDF5Loader
 from mpidp.hdf5.memory_budget import amplification, choose_mixing, choose_shuffle, first_batch_bytes
-from mpidp.hdf5.order.order import Order
+from mpidp.hdf5.order import Order
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*bytes are decoded for each byte used", "ignore:.*comes from about")
 ROWS = 23

@@ -15,7 +15,7 @@ from mpidp.errors import DataError, MismatchError
 from mpidp.hdf5.dataset import Rows
 from mpidp.hdf5.gather import RowGatherer
 from mpidp.hdf5.loader import HDF5Loader
-from mpidp.hdf5.order.order import Shuffle
+from mpidp.hdf5.order import Shuffle
 from mpidp.hdf5.read import RowReader
 
 

@@ -15,7 +15,7 @@ from loaders import ROWS, SHUFFLES, OneOf, make, rows, write
 
 from mpidp.errors import DataError
 from mpidp.hdf5.loader import HDF5Loader
-from mpidp.hdf5.order.order import Shuffle
+from mpidp.hdf5.order import Shuffle
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 

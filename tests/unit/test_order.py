@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpidp.errors import DataError
-from mpidp.hdf5.order.keyed import Bijection, permutation, words
-from mpidp.hdf5.order.order import Order, Shuffle
-from mpidp.hdf5.order.plan import StreamPlan, automatic_streams
+from mpidp.hdf5.order import Order, Shuffle
+from mpidp.hdf5.plan import Bijection, StreamPlan, automatic_streams, permutation, words
 
 SIZES = (1, 2, 3, 5, 7, 8, 64)
 SHUFFLES: tuple[Shuffle, ...] = ("streams", "full", "none")

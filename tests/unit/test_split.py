@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpidp.errors import DataError
-from mpidp.hdf5.order.split import Part, Split
+from mpidp.hdf5.order import Part, Split
 
 
 @settings(deadline=None, max_examples=80)

@@ -17,9 +17,7 @@ import pytest
 
 from mpidp.errors import DataError
 from mpidp.hdf5.modes import stage as staging
-from mpidp.hdf5.modes import stage_folder as staged_folder
-from mpidp.hdf5.modes.stage import Staging, choose_folder, copy_range
-from mpidp.hdf5.modes.stage_folder import staged_root
+from mpidp.hdf5.modes.stage import Staging, choose_folder, copy_range, staged_root
 from mpidp.world.system import file_system
 from mpidp.world.world import World
 
@@ -352,12 +350,12 @@ def test_waiting_for_another_process(node: Path) -> None:
     """Who waits for the lock of a folder that is then removed makes a new one."""
     root = staged_root(node)
     program = (
-        f"import time; from pathlib import Path; from mpidp.hdf5.modes.stage_folder import locked\n"
+        f"import time; from pathlib import Path; from mpidp.hdf5.modes.stage import locked\n"
         f"with locked(Path({str(root)!r})): print(1, flush=True); time.sleep(0.5)"
     )
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "1\n"
-    with staged_folder.locked(root):
+    with staging.locked(root):
         assert process.communicate() == ("", None) and process.returncode == 0
         assert root.exists()
     assert is_empty(node)

@@ -8,24 +8,25 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mpidp.errors import DataError
-from mpidp.hdf5.convert_values import check_castable
 from mpidp.hdf5.dataset import DataSet, Storage, StoredFile
-from mpidp.hdf5.field import SUPPORTED, Decode, Field, Fields, FieldSpec, Packing, field_specs
+from mpidp.hdf5.field import SUPPORTED, Decode, Field, Fields, FieldSpec, Packing, check_castable, field_specs
 from mpidp.hdf5.files.file import Facts, facts_of, find_dataset, open_file
 from mpidp.hdf5.files.fingerprint import digest
 from mpidp.hdf5.files.locate import locate
-from mpidp.hdf5.files.plain import read_rows
-from mpidp.hdf5.files.types import HDF5_ERRORS, damage_text, damage_told
+from mpidp.hdf5.files.types import HDF5_ERRORS, damage_text, damage_told, read_rows
 from mpidp.printable import listed
+
+if TYPE_CHECKING:
+    from mpidp.world.world import World
 
 Paths = str | Path | Sequence[str | Path]
 
@@ -338,3 +339,14 @@ class FoundDataset:
                 "return an array (1, ...) of numbers for n = 1"
             )
         return decoded
+
+
+def describe_on_all_ranks(world: World, paths: Paths, specs: tuple[FieldSpec, ...], allow_holes: bool) -> DataSet:
+    """Return the data set as rank 0 finds it, checked to be there on every node. Collective."""
+    # The user's functions are each rank's own: they stay where they are.
+    dataset = world.call_on_root(lambda: replace(describe(paths, specs, allow_holes), decoders={}))
+    dataset = replace(dataset, decoders=decoders(specs))
+    with world.raise_on_all_ranks("finding the data"):
+        if world.local_rank == 0:
+            check_present(dataset)
+    return dataset

@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidp.errors import DataError
-from mpidp.hdf5.convert_values import narrow_to_bfloat16
 from mpidp.hdf5.dataset import Filter, Storage
 from mpidp.hdf5.decode import Decoder
+from mpidp.hdf5.field import narrow_to_bfloat16
 from mpidp.hdf5.files.file import unwritten
 from mpidp.hdf5.files.types import is_complete
 from mpidp.hdf5.filters import BITSHUFFLE, NAMES, SHUFFLE, obstacle
-from mpidp.hdf5.order.keyed import IntArray, WordArray
+from mpidp.hdf5.plan import IntArray, WordArray
 
 _CHECK_BYTES = 4 * 2**20
 # What a damaged shape of chunks may not ask for. HDF5 knew no larger chunks before version 2.

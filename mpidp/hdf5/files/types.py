@@ -194,3 +194,22 @@ def fill_bytes(dataset: Any) -> bytes:
     except (TypeError, RuntimeError):  # NumPy has no such type, or HDF5 does not convert to it
         return b""
     return value.tobytes() if value.itemsize == dataset.id.get_type().get_size() else b""
+
+
+def read_rows(dataset: Any, member: str, axis: int, start: int, stop: int) -> npt.NDArray[Any]:
+    """Return rows [start, stop) along `axis` of an open dataset as an array (stop - start, ...), read by HDF5.
+
+    With `member`, it has that member of a compound only.
+    """
+    if not member:
+        return np.moveaxis(dataset[(slice(None),) * axis + (slice(start, stop),)], axis, 0)
+    kind = dataset.id.get_type()
+    dtype = np.dtype([(member, kind.get_member_type(kind.get_member_index(member.encode())).dtype)])
+    begin, shape = [0] * len(dataset.shape), list(dataset.shape)
+    begin[axis], shape[axis] = start, stop - start
+    values = np.zeros(shape, dtype)  # zeros: where values vary in length they are objects
+    space = dataset.id.get_space()
+    space.select_hyperslab(tuple(begin), tuple(shape))
+    memory = h5py.h5s.create_simple(tuple(shape))
+    dataset.id.read(memory, space, values, h5py.h5t.py_create(dtype))
+    return np.moveaxis(values, axis, 0)

@@ -1,6 +1,7 @@
-"""Rows held in memory as records of bytes: what the modes `node` and `store` have in common.
+"""The modes `node` and `store`: all rows decoded once and held in memory, once a node or once over all ranks.
 
-A record is one row: all its fields, one after the other, so that one copy fetches a sample.
+They are held as records of bytes. A record is one row, with all its fields one after the other, so that one copy
+fetches a sample.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from mpidp.errors import DataError
 from mpidp.hdf5.dataset import Rows
 from mpidp.hdf5.memory_budget import Resources
 from mpidp.hdf5.modes.stream import Assembled, tensors_of
-from mpidp.hdf5.order.keyed import IntArray
-from mpidp.hdf5.order.order import Order, Share, step_rows
-from mpidp.hdf5.order.plan import Piece
+from mpidp.hdf5.order import Order, Share, step_rows
+from mpidp.hdf5.plan import IntArray, Piece
 from mpidp.hdf5.prefetch import BatchRing
 from mpidp.hdf5.read import Selection
+from mpidp.world.rank_memory import ByteArray, RemoteRows, SharedWindow
 from mpidp.world.system import available_memory
 
 if TYPE_CHECKING:
@@ -190,3 +191,155 @@ def _advice(mode: str, num_nodes: int) -> str:
     if mode == "node" and num_nodes > 1:
         return 'Take mode="store", which spreads the data over the nodes, or mode="stream"; or ask for more memory'
     return 'Take mode="stream"; or ask for more memory (sbatch --mem=0), or for more nodes with mode="store"'
+
+
+class NodeMemory(HeldRows):
+    """All rows, once a node; each of its ranks decodes a share. Making one is collective.
+
+    Fetching is not collective, calls no MPI, and may happen in any thread.
+
+    Args:
+        contents: which rows.
+        read: fills a piece.
+        world: the ranks.
+        threads: how many call `read` at a time.
+        mode: for the message: "node", or "store" on one rank.
+
+    Raises:
+        DataError: on every rank: a node has no room, and what `read` raises on one of them.
+    """
+
+    def __init__(self, contents: Contents, read: Read, world: World, threads: int = 1, mode: str = "node") -> None:
+        super().__init__(contents)
+        self._ranks = world.local_size
+        shares = [contents.share(rank, self._ranks) for rank in range(self._ranks)]
+        self._starts = np.array([start for start, _ in shares], dtype=np.int64)
+        self._pending = np.empty(0, np.int64)
+        largest = -(-contents.num_rows // self._ranks) * contents.record.itemsize
+        check_room(world, mode, largest)
+        window = _share(world, largest)
+        if window is None:
+            self._segments: list[Records] = [np.empty(contents.num_rows, contents.record)]
+        else:
+            num_bytes = [(stop - start) * contents.record.itemsize for start, stop in shares]
+            views = zip(window.segments, num_bytes, strict=True)
+            self._segments = [segment.numpy()[:count].view(contents.record) for segment, count in views]
+        with world.raise_on_all_ranks("decoding the data into memory"):
+            contents.fill(read, *shares[world.local_rank], self._segments[world.local_rank], threads)
+        if window is not None:
+            window.synchronize()
+
+    @property
+    def line(self) -> str:
+        """What is held, in one line."""
+        num_bytes = sum(segment.nbytes for segment in self._segments)
+        return f"{num_bytes / 2**20:,.1f} MiB of decoded rows held once a node, read by its {self._ranks} rank(s)"
+
+    def start(self, numbers: IntArray) -> None:
+        """Say which rows `finish` will want; for memory on the node there is nothing to begin."""
+        self._pending = np.asarray(numbers, dtype=np.int64)
+
+    def finish(self, out: Rows | None) -> None:
+        """Copy the rows of the last `start` to `out`, or drop them if it is None."""
+        numbers = self._pending
+        if out is None:
+            return
+        assert not len(numbers) or (numbers.min() >= 0 and numbers.max() < self._contents.num_rows)
+        ranks = np.searchsorted(self._starts, numbers, side="right") - 1
+        for rank in np.unique(ranks).tolist():
+            where = np.flatnonzero(ranks == rank)
+            segment, rows = self._segments[rank], numbers[where] - self._starts[rank]
+            for place, field in enumerate(self._contents.fields):
+                out.fields[field.name][where] = segment[str(place)][rows]
+            if not self._contents.all_rows:
+                out.numbers[where] = segment["number"][rows]
+        if self._contents.all_rows:
+            out.numbers[:] = numbers
+
+    def close(self) -> None:
+        """Give the memory back. Not collective: the node's is there until the last of its ranks has done so."""
+        self._segments = []
+
+
+def _share(world: World, num_bytes: int) -> SharedWindow | None:
+    """Return memory that the ranks of a node share, or None for a rank that is alone there. Collective.
+
+    Raises `DataError` on all ranks when those of one node cannot share memory.
+    """
+    window: SharedWindow | None = None
+    failure = ""
+    # All ranks of a node fail together, but those of other nodes do not know.
+    try:
+        window = SharedWindow(world.node_comm, num_bytes) if world.local_size > 1 else None
+    except OSError as error:
+        failure = f"{world.host}: the ranks of a node cannot share {num_bytes:,} bytes ({error})"
+    failures = [found for found in world.comm.allgather(failure) if found]
+    if failures:
+        with world.raise_on_all_ranks("sharing memory"):
+            raise DataError(f'mode="node": {failures[0]}; take mode="store" or mode="stream"')
+    return window
+
+
+class SpreadMemory(HeldRows):
+    """All rows, once over all ranks. Making one is collective, and so are `start` and `finish`, also for no rows.
+
+    Args:
+        contents: which rows.
+        read: fills a piece.
+        world: the ranks.
+        threads: how many call `read` at a time.
+
+    Raises:
+        DataError: on every rank: a node has no room, and what `read` raises on one of them.
+    """
+
+    may_run_ahead = False
+
+    def __init__(self, contents: Contents, read: Read, world: World, threads: int = 1) -> None:
+        super().__init__(contents)
+        shares = [contents.share(part, world.size) for part in range(world.size)]
+        counts = np.array([stop - start for start, stop in shares], dtype=np.int64)
+        row_bytes = contents.record.itemsize
+        check_room(world, "store", int(counts[world.rank]) * row_bytes)
+        self._remote = RemoteRows(world.comm, counts, row_bytes)
+        with world.raise_on_all_ranks("decoding the data into memory"):
+            contents.fill(read, *shares[world.rank], self._records(self._remote.segment), threads)
+        self._received = np.empty((0, row_bytes), np.uint8)
+        self._pending: tuple[IntArray, IntArray] | None = None
+
+    @property
+    def line(self) -> str:
+        """What is held, in one line; the same on every rank."""
+        num_bytes = self._contents.num_rows * self._contents.record.itemsize
+        return f"{num_bytes / 2**20:,.1f} MiB of decoded rows held once over all ranks, fetched by messages"
+
+    def start(self, numbers: IntArray) -> None:
+        """Begin to fetch rows: they may travel until `finish` is called. Collective."""
+        order = np.argsort(numbers, kind="stable")
+        if len(self._received) < len(numbers):
+            self._received = np.empty((len(numbers), self._contents.record.itemsize), np.uint8)
+        self._remote.start(numbers[order], self._received[: len(numbers)])
+        self._pending = numbers, order
+
+    def finish(self, out: Rows | None) -> None:
+        """Copy the rows of the last `start` to `out`, or drop them if it is None. Collective."""
+        assert self._pending is not None, "no rows were asked for"
+        (numbers, order), self._pending = self._pending, None
+        self._remote.finish()
+        if out is None:
+            return
+        records = self._records(self._received[: len(numbers)])
+        for place, field in enumerate(self._contents.fields):
+            out.fields[field.name][order] = records[str(place)]
+        if self._contents.all_rows:
+            out.numbers[:] = numbers
+        else:
+            out.numbers[order] = records["number"]
+
+    def close(self) -> None:
+        """Give the memory back. Not collective; ranks may have died meanwhile."""
+        self._remote.close()
+
+    def _records(self, memory: ByteArray) -> Records:
+        records: Records = memory.reshape(-1).view(self._contents.record)
+        return records

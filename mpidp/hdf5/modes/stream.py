@@ -16,9 +16,8 @@ from mpidp.hdf5.dataset import Rows
 from mpidp.hdf5.field import Field
 from mpidp.hdf5.gather import GroupStore, RowGatherer, StreamGatherer
 from mpidp.hdf5.memory_budget import Resources
-from mpidp.hdf5.order.keyed import IntArray
-from mpidp.hdf5.order.order import Order, Share, Step, step_rows, steps
-from mpidp.hdf5.order.plan import StreamPlan
+from mpidp.hdf5.order import Order, Share, Step, step_rows, steps
+from mpidp.hdf5.plan import IntArray, StreamPlan
 from mpidp.hdf5.prefetch import BatchRing
 from mpidp.hdf5.read import RowReader, Selection
 from mpidp.world.status import status

@@ -29,7 +29,7 @@ from mpidp.hdf5.files.describe import absolute_paths, describe
 from mpidp.hdf5.filters import Scratch, inflater, undo
 from mpidp.hdf5.loader import HDF5Loader
 from mpidp.hdf5.memory_budget import chunks_in_a_batch
-from mpidp.hdf5.order.order import Shuffle
+from mpidp.hdf5.order import Shuffle
 from mpidp.hdf5.read import decoding
 from mpidp.tools.bench.loader_baselines import data_loader, one_row, whole_chunks
 from mpidp.tools.bench.options import LoaderOptions

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mpidp.errors import ConfigError, DataError
 from mpidp.hdf5.files.file import open_file
-from mpidp.hdf5.order.keyed import check_seed
+from mpidp.hdf5.plan import check_seed
 from mpidp.hdf5.write import EncodedChunk, encode, parse_filters, write_file
 from mpidp.tools.data.csv import CsvSource
 from mpidp.tools.data.hdf5_source import HDF5Source

@@ -12,7 +12,7 @@ from mpidp.hdf5.copy import Template, is_fixed_size
 from mpidp.hdf5.files.contents import Tree, identity, natural, too_large, virtual_gaps, walk
 from mpidp.hdf5.files.file import Facts, inspect, open_file
 from mpidp.hdf5.files.types import HDF5_ERRORS, damage_told, fill_bytes, raw_block
-from mpidp.hdf5.order.keyed import IntArray
+from mpidp.hdf5.plan import IntArray
 from mpidp.printable import listed
 from mpidp.tools.data.source import Source, SourceField, Values
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidp.errors import ConfigError, DataError
-from mpidp.hdf5.order.keyed import IntArray
+from mpidp.hdf5.plan import IntArray
 from mpidp.tools.data.source import Source, SourceField, Values
 
 # Pillow's name of how pixels are kept -> type of a value, values of a pixel.

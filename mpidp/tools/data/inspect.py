@@ -15,7 +15,7 @@ from mpidp.hdf5.dataset import DataSet
 from mpidp.hdf5.files.contents import DatasetInfo, FileInfo, list_datasets
 from mpidp.hdf5.files.describe import absolute_paths, describe
 from mpidp.hdf5.memory_budget import choose_mixing, choose_shuffle, default_node_bytes, first_batch_bytes
-from mpidp.hdf5.order.order import Order
+from mpidp.hdf5.order import Order
 from mpidp.hdf5.read import decoding, slow_paths
 from mpidp.printable import listed
 from mpidp.tools.data.options import InspectOptions

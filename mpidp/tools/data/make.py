@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidp.errors import ConfigError
-from mpidp.hdf5.order.keyed import IntArray, check_seed, words
+from mpidp.hdf5.plan import IntArray, check_seed, words
 from mpidp.tools.data.source import Source, SourceField, Values
 
-# Purposes of random streams; those of hdf5/order/keyed.py are below 100.
+# Purposes of random streams; those of hdf5/plan.py are below 100.
 _LABELS, _MEANS, _NOISE = 101, 102, 103
 # Rows that are drawn from one stream, a number that depends on the field alone.
 _BLOCK_VALUES = 1 << 14

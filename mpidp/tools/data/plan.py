@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from mpidp.errors import ConfigError, DataError
-from mpidp.hdf5.order.keyed import Bijection, IntArray
+from mpidp.hdf5.plan import Bijection, IntArray
 from mpidp.hdf5.write import MOST_CHUNK_BYTES, Filters, NewDataset
 from mpidp.tools.data.source import Source, SourceField
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidp.hdf5.files.types import HDF5_ERRORS, raw_block
-from mpidp.hdf5.order.keyed import IntArray
+from mpidp.hdf5.plan import IntArray
 
 # So much is dealt to a rank at a time, and read at a time where there are no chunks.
 BLOCK_BYTES = 8 << 20

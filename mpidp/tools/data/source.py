@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from mpidp.errors import DataError
 from mpidp.hdf5.copy import Template
-from mpidp.hdf5.order.keyed import IntArray
+from mpidp.hdf5.plan import IntArray
 
 Values = dict[str, npt.NDArray[Any]]
 

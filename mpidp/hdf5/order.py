@@ -1,11 +1,12 @@
-"""The order of the samples in every epoch, and the steps that ranks take through it.
+"""The order of the samples in every epoch, the steps that ranks take through it, and the split of a data set in two.
 
-Which samples form a global batch depends on (seed, epoch, streams, mixing_chunks, global_batch) and never on
-the number of ranks; each sample comes exactly once an epoch; every rank takes the same number of steps; and
-one integer, the number of global samples consumed, is all that resuming needs. Only NumPy is imported here.
+Which samples form a global batch depends on (seed, epoch, streams, mixing_chunks, global_batch) and never on the number
+of ranks. Each sample comes exactly once an epoch, every rank takes the same number of steps, and one integer, the
+number of global samples consumed, is all that resuming needs. Only NumPy is imported here.
 """
 
-import logging
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -14,8 +15,18 @@ from typing import Literal, get_args
 import numpy as np
 
 from mpidp.errors import DataError
-from mpidp.hdf5.order.keyed import IntArray, check_seed
-from mpidp.hdf5.order.plan import EpochPlan, FilePlan, FullPlan, StreamPlan
+from mpidp.hdf5.plan import (
+    SPLIT_PHASE,
+    SPLIT_ROWS,
+    EpochPlan,
+    FilePlan,
+    FullPlan,
+    IntArray,
+    StreamPlan,
+    check_seed,
+    permutation,
+    words,
+)
 
 Shuffle = Literal["streams", "full", "none"]
 
@@ -142,69 +153,46 @@ def step_rows(order: Order, share: Share) -> Iterator[tuple[Step, IntArray]]:
             yield from zip(own, np.split(rows, np.cumsum([len(each) for each in indices])[:-1]), strict=True)
 
 
-log = logging.getLogger("mpidp")
+Part = Literal["train", "validation"]
 
 
-class Passes:
-    """Passes over the epochs of an order, one after the other, at one position in the current one."""
+class Split:
+    """Rows in two parts: round(fraction * rows) for validation, the others for training.
 
-    order: Order
+    Raises `DataError` for a fraction outside (0, 1), and when a part would be empty.
+    """
 
-    def __init__(self) -> None:
-        self._epoch = 0
-        self._position = 0
-        self._continues = False  # the next pass goes on from the position because someone asked for it
-        self._told = False
+    def __init__(self, chunk_rows: IntArray, fraction: float, seed: int) -> None:
+        check_seed(seed)
+        if not 0.0 < fraction < 1.0:
+            raise DataError(f"the validation fraction is {fraction}; give a number between 0 and 1")
+        self._chunk_rows = np.asarray(chunk_rows, dtype=np.int64)
+        self._seed = seed
+        num_rows = int(self._chunk_rows.sum())
+        validation = round(fraction * num_rows)
+        if not 0 < validation < num_rows:
+            raise DataError(
+                f"a validation fraction of {fraction} of {num_rows} rows leaves {num_rows - validation} rows "
+                f"for training and {validation} for validation; both need at least one: change the fraction"
+            )
+        phase = int(words(1, seed, SPLIT_PHASE)[0]) % num_rows
+        self._validation = _shares(self._chunk_rows, validation, phase)
 
-    @property
-    def num_samples(self) -> int:
-        """Samples of an epoch, over all ranks."""
-        return self.order.num_samples
+    def counts(self, part: Part) -> IntArray:
+        """Return the number of rows of `part` in each chunk (int64)."""
+        return self._validation.copy() if part == "validation" else self._chunk_rows - self._validation
 
-    @property
-    def epoch(self) -> int:
-        """The current epoch, counted from 0."""
-        return self._epoch
+    def rows(self, chunk: int, part: Part) -> IntArray:
+        """Return the rows of `part` in `chunk`: ascending int64 offsets from the chunk's first row."""
+        share = int(self._validation[chunk])
+        drawn = permutation(int(self._chunk_rows[chunk]), self._seed, SPLIT_ROWS, chunk)
+        return np.sort(drawn[:share] if part == "validation" else drawn[share:])
 
-    @property
-    def position(self) -> int:
-        """Global samples of the current epoch that were handed out."""
-        return self._position
 
-    @property
-    def remaining_steps(self) -> int:
-        """Steps from the position to the end of the current epoch."""
-        return self.order.steps(self._position)
-
-    def __len__(self) -> int:
-        """Return the number of steps of a whole epoch."""
-        return self.order.steps()
-
-    def _begin_pass(self, over: str, name: str, speaks: bool) -> None:
-        """Choose where a pass begins: behind the position only in a shuffled order, or if someone asked for it.
-
-        Args:
-            over: what the loop is over, for the message.
-            name: of the variable that holds it, likewise.
-            speaks: whether this rank says that a pass goes on which was left.
-        """
-        if not self.remaining_steps:
-            self._finish_epoch()
-        if self._position and not self._continues:
-            if self.order.shuffle == "none":
-                self._position = 0
-            elif not self._told and speaks:
-                self._told = True
-                log.warning(
-                    "the loop over %s goes on behind the %s of %s samples of epoch %d that the last loop was handed "
-                    "before it was left; %s.restart() before a loop begins the epoch anew",
-                    over,
-                    f"{self._position:,}",
-                    f"{self.num_samples:,}",
-                    self._epoch,
-                    name,
-                )
-        self._continues = False
-
-    def _finish_epoch(self) -> None:
-        self._epoch, self._position = self._epoch + 1, 0
+def _shares(chunk_rows: IntArray, total: int, phase: int) -> IntArray:
+    """Return shares of `total` in proportion to `chunk_rows`, each within one of exact, `total` in sum."""
+    num_rows = int(chunk_rows.sum())
+    # Python integers: rows * total passes 2^63 from some 4 * 10^9 rows on.
+    ends = np.cumsum(chunk_rows).astype(object)
+    filled = ((ends * total + phase) // num_rows).astype(np.int64)
+    return np.diff(filled, prepend=0)

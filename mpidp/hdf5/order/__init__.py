@@ -1,1 +1,0 @@
-"""The order of samples in an epoch: arithmetic, without files, torch or MPI."""
