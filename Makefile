@@ -64,7 +64,7 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/shellcheck jobs/*.sbatch {jobs,benchmarks,tests/cluster,tests/gpu,tests/slurm}/*.sh tests/cluster/host_shell
+	$(BIN)/shellcheck jobs/*.sbatch {jobs,benchmarks,tests/cluster,tests/gpu,tests/slurm,tests/versions}/*.sh tests/cluster/host_shell
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
