@@ -1,4 +1,4 @@
-# make venv | demo | quick | test | rest | cluster | slurm | chaos | lint | clean; needs git, make and Python 3.11 or newer.
+# make venv | demo | quick | test | rest | docs | cluster | slurm | chaos | lint | clean; needs git, make and Python 3.11 or newer.
 
 SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -7,7 +7,7 @@ MPI ?= mpich
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: venv demo quick test rest cluster slurm chaos lint clean
+.PHONY: venv demo quick test rest docs cluster slurm chaos lint clean
 
 venv: $(STAMP)
 
@@ -32,6 +32,15 @@ test: venv
 # What `make test` leaves out: the other tests on 1, 2 and 4 ranks, and the longer failures.
 rest: venv
 	$(BIN)/python tests/run_tests.py --venv $(VENV) --mpi $(MPI) --ring rest
+
+# The documentation site, in build/docs/index.html, and its tests. Any warning is an error.
+docs: $(VENV)/installed-docs
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --nitpicky --builder html docs build/docs
+	$(BIN)/python -m pytest tests/docs/test_site.py
+
+$(VENV)/installed-docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[docs]'
+	touch $@
 
 cluster: venv
 	$(BIN)/python -m pytest -o faulthandler_timeout=300 tests/cluster

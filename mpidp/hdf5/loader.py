@@ -83,7 +83,8 @@ class HDF5Loader(Passes):
             not called. `World.alone()` is this process alone in any case.
         shuffle: "streams", "full" or "none" (see `Order`), or "auto": "full" for large samples that can be read one by
             one at little cost; else, or if streams or mixing_chunks are given, "streams".
-        streams, mixing_chunks: see `Order`; chosen from the file, `global_batch` and `memory_bytes` when None.
+        streams: see `Order`; chosen from the file, `global_batch` and `memory_bytes` when None.
+        mixing_chunks: likewise.
         split: ("train", f) or ("validation", f) takes that part of the rows, f being the fraction for validation.
         transform: takes the fields of a batch, a dict of tensors (samples, ...) on the device, and returns such a
             dict with as many samples, which may be 0. If it takes a second argument, that is a `SampleRandom`.

@@ -69,9 +69,12 @@ class World:
         everywhere = world.mean(loss.item(), batch.size)
 
     Attributes:
-        rank, size: this process among all.
-        local_rank, local_size: this process among those on its node.
-        node, num_nodes: number of this node, and of all; nodes are numbered by their lowest rank.
+        rank: number of this process, 0 to `size` - 1.
+        size: how many processes there are.
+        local_rank: number of this process among those on its node.
+        local_size: how many there are on this node.
+        node: number of this node; nodes are numbered by their lowest rank.
+        num_nodes: how many nodes there are.
         host: name of this node.
         device: where this rank computes.
         cores: this rank's share of the cores it may run on.

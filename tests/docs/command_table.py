@@ -143,6 +143,12 @@ TABLE: dict[str, dict[str, Run | Elsewhere | NotHere]] = {
         "mpidp doctor --log FILE": Run("FAIL  text.slots", (("FILE", "slurm-train-77.out"),), code=3),
     },
     "docs/howto/fault_tolerance.md": {"mpiexec --with-ft ulfm -n 4 mpidp train run.toml": Elsewhere(SHRINK)},
+    "docs/reference/commands.md": {
+        "mpidp COMMAND --help": Run("usage: mpidp submit", (("COMMAND", "submit"),)),
+    },
+    "docs/reference/run_file.md": {
+        "mpidp train RUN.toml --print-config": Run("[checkpoint]", (("RUN.toml", "jobs/digits.toml"),)),
+    },
     "docs/reference/loader.md": {
         "pip install 'mpidp[codecs]'": REGISTRY,
         "mpidp data inspect FILE": Run("data/digits.h5", (("FILE", "data/digits.h5"),)),
