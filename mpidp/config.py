@@ -185,8 +185,9 @@ class TrainSection:
     """Largest number of samples a rank computes at once, gradients accumulated; 0 for its whole share."""
     sync_batch_norm: bool = False
     """Batch norm over the whole global batch instead of each rank's share of it; the model then needs such layers."""
-    dtype: Literal["float32", "float64"] = "float32"
-    """Dtype of parameters and floating-point inputs."""
+    precision: Literal["float32", "bf16", "fp16", "float64"] = "float32"
+    """Dtype of parameters and floating-point inputs; bf16 and fp16: float32, with autocast in the forward pass and, for
+    fp16, scaled losses (a step whose gradients overflow is left out)."""
     threads: _Count = 0
     """CPU threads of torch on each rank; 0 shares the cores of the node among its ranks."""
     on_end: _OptionalName = ""
@@ -212,7 +213,7 @@ class ReduceSection:
     error_feedback: bool = False
     """With 16-bit communication, add the rounding error to the gradient of the next step."""
     check_finite: bool = True
-    """Stop, naming parameter and rank, when a gradient is infinite or NaN before it is summed."""
+    """Stop, naming parameter and rank, when a gradient is infinite or NaN before it is summed; not with fp16."""
     overlap: Literal["auto", "on", "off"] = "auto"
     """Reduce while backward still runs; auto does so on several nodes and on GPUs."""
 
@@ -327,6 +328,11 @@ def validate(config: RunConfig) -> None:
     if config.reduce.error_feedback and config.reduce.comm_dtype == "full":
         faults.append(
             "reduce.error_feedback is true, but reduce.comm_dtype is full, which loses nothing; set bf16 or fp16."
+        )
+    if config.reduce.error_feedback and config.train.precision == "fp16":
+        faults.append(
+            'reduce.error_feedback is true, but train.precision is "fp16", in which gradients are scaled, each step as '
+            "it needs: rounding errors of one step do not fit the next; set bf16 or float32."
         )
     if config.train.sync_batch_norm and config.train.micro_batch:
         faults.append(

@@ -46,8 +46,8 @@ def _is_table_of_numbers(value: Any) -> bool:
 
 _KINDS: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("end", "time"), _is_text),
-    **dict.fromkeys(("accuracy", "loss", "lost_s", "lr", "samples_per_s"), _is_number),
-    **dict.fromkeys(("first_step", "last_step", "nodes", "ranks", "samples", "step"), _is_count),
+    **dict.fromkeys(("accuracy", "grad_norm", "loss", "loss_scale", "lost_s", "lr", "samples_per_s"), _is_number),
+    **dict.fromkeys(("first_step", "last_step", "nodes", "ranks", "samples", "skipped_steps", "step"), _is_count),
     **dict.fromkeys(("memory_bytes", "seconds"), _is_table_of_numbers),
     "hosts": lambda value: isinstance(value, list) and all(map(_is_text, value)),
     "lost": lambda value: isinstance(value, list) and all(map(_is_table, value)),

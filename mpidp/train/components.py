@@ -22,6 +22,7 @@ from mpidp.hdf5.loader import HDF5Loader
 from mpidp.models import BUILT_IN as MODELS
 from mpidp.printable import listed, shown
 from mpidp.train.losses import ELEMENTWISE, LOSSES, Loss, elementwise
+from mpidp.train.precision import parameter_dtype
 
 if TYPE_CHECKING:
     from mpidp.train.data_parallel import DataParallel
@@ -97,7 +98,7 @@ def _takes(function: Callable[..., Any], args: tuple[Any, ...], arguments: Mappi
 
 
 def build_model(config: RunConfig) -> nn.Module:
-    """The model on the CPU, its initial weights drawn from `run.seed`, in `train.dtype`.
+    """The model on the CPU, its initial weights drawn from `run.seed`, in the dtype of `train.precision`.
 
     Raises:
         ConfigError: it cannot be imported, does not take its arguments, or is no torch.nn.Module.
@@ -108,7 +109,7 @@ def build_model(config: RunConfig) -> nn.Module:
     model = call(f"model {section.name!r}", function, **section.arguments)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model.name = {section.name!r} returned a {type(model).__name__}, not a torch.nn.Module")
-    return model.to(getattr(torch, config.train.dtype))
+    return model.to(parameter_dtype(config.train.precision))
 
 
 def build_optimizer(section: OptimizerSection, model: nn.Module) -> torch.optim.Optimizer:
@@ -324,7 +325,7 @@ def wrap_model(module: torch.nn.Module, world: World, config: RunConfig) -> Data
         error_feedback=section.error_feedback,
         piece_bytes=section.piece_bytes,
         overlap={"auto": None, "on": True, "off": False}[section.overlap],
-        check_finite=section.check_finite,
+        check_finite=section.check_finite and config.train.precision != "fp16",  # GradScaler leaves out the step
         compare_steps=config.watch.compare_steps,
         quiet=True,
     )

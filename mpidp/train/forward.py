@@ -18,6 +18,7 @@ from mpidp.hdf5.batch import Batch
 from mpidp.train.batch_norm import explain_batch_norm
 from mpidp.train.data_parallel import DataParallel
 from mpidp.train.losses import Loss
+from mpidp.train.precision import Precision, parameter_dtype
 from mpidp.world import mpi
 from mpidp.world.exit import MEMORY_ADVICE, is_out_of_memory
 from mpidp.world.status import status
@@ -34,14 +35,15 @@ class Forward:
         config: the run.
         model: the wrapped model.
         loss: returns the mean over the samples.
+        precision: of inputs and computation.
     """
 
-    def __init__(self, config: RunConfig, model: DataParallel, loss: Loss):
-        self._config, self._model, self._loss = config, model, loss
+    def __init__(self, config: RunConfig, model: DataParallel, loss: Loss, precision: Precision):
+        self._config, self._model, self._loss, self._precision = config, model, loss, precision
 
     def inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The first two fields, floating-point ones in the run's dtype."""
-        dtype = getattr(torch, self._config.train.dtype)
+        """The first two fields, floating-point ones in the dtype of the parameters."""
+        dtype = self._precision.dtype
         first, second = batch[batch.fields[0]], batch[batch.fields[1]]
         return (
             first.to(dtype) if first.is_floating_point() else first,
@@ -52,11 +54,12 @@ class Forward:
         """The model's output and the loss. In training all ranks raise what one of them refuses."""
         output = None
         try:
-            output = self._model(inputs)
-            loss = self._loss(output, target)
+            with self._precision.autocast():
+                output = self._model(inputs)
+                loss = self._loss(output, target)
             if not isinstance(loss, Tensor) or loss.dim():
                 raise DataError("the loss is no scalar: it has to return the mean over the samples.")
-            return output, loss
+            return output, loss.float() if loss.element_size() < 4 else loss  # it is scaled and summed
         except Exception as error:
             fields = dict(zip(batch.fields, (inputs, target), strict=False))
             refused = explain(error, self._config, self._model, fields, output)
@@ -158,7 +161,7 @@ def _advice(error: Exception, config: RunConfig, fields: dict[str, Tensor], fiel
         return f'The transform {config.data.transform} makes "{field}": change it there.'
     if "type" not in str(error):
         return f'Change the model (model.arguments), or "{field}" in a data.transform.'
-    table, dtype = _table(field), config.train.dtype
+    table, dtype = _table(field), str(parameter_dtype(config.train.precision)).removeprefix("torch.")
     if field != next(iter(fields)):
         return f'Write {table} dtype = "int64" for classes, "{dtype}" for other numbers.'
     if fields[field].is_floating_point():

@@ -30,6 +30,7 @@ from mpidp.train.components import (
 )
 from mpidp.train.elastic import Elastic
 from mpidp.train.forward import Forward
+from mpidp.train.precision import Precision
 from mpidp.train.records.progress import Progress, count, describe_newest, summarise
 from mpidp.train.records.recorder import MetricsFile, Recorder, whole_lines
 from mpidp.train.records.run_folder import RunFolder
@@ -114,7 +115,11 @@ class Run:
         check_same(world, [*to_toml(config).splitlines(), f"resume {resume}"], "the configurations")
         self._set_threads()
         self._build()
-        self.state = TrainState(self.model, self.optimizer, self.loader, self.scheduler, seed=config.run.seed)
+        scaler = self.precision.scaler
+        others = {"scaler": scaler} if scaler.is_enabled() else {}
+        self.state = TrainState(
+            self.model, self.optimizer, self.loader, self.scheduler, seed=config.run.seed, others=others
+        )
         self.state.seed_streams()
         metrics_bytes, newest = (0, None) if held is None or goes_on else self._resume(held)
         if held is not None and not goes_on:
@@ -143,13 +148,14 @@ class Run:
             self.loader, self.validation = build_loaders(config, world)
         self.kept.staged = self.loaders() if config.data.mode == "stage" else []
         with world.raise_on_all_ranks("building the model"):
+            self.precision = Precision(config.train.precision, world.device)
             module = build_model(config).to(world.device)
             loss = build_loss(config.loss)
             self.on_end = build_on_end(config)
         if config.train.sync_batch_norm and not sync_layers(SyncBatchNorm.convert(module, world)):
             world.log_once("train.sync_batch_norm is true, but the model has no batch norm layer")
         self.model = wrap_model(module, world, config)
-        self.forward = Forward(config, self.model, loss)
+        self.forward = Forward(config, self.model, loss, self.precision)
         with world.raise_on_all_ranks("building the optimizer"):
             plain = build_optimizer(config.optimizer, self.model)
         self.optimizer = self._shard(plain) if config.optimizer.sharded else plain
@@ -192,6 +198,7 @@ class Run:
             self.step,
             on_failure=config.checkpoint.on_failure,
             failure=folder.take_log_failure,
+            scaler=self.precision.scaler,
             before=kept.recorder,
         )
         folder.note(world, first_step=self.first_step, last_step=last_step)

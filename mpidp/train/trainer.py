@@ -171,7 +171,7 @@ class Trainer:
 
     def _train_step(self, batch: Batch) -> None:
         """The five steps of training, on one global batch."""
-        stopwatch = self.recorder.stopwatch
+        stopwatch, scaler = self.recorder.stopwatch, self.run.precision.scaler
         for part in batch.micro_batches(self.config.train.micro_batch or max(1, batch.size)):
             with contextlib.nullcontext() if part.last else self.model.no_sync():
                 inputs, target = self.run.forward.inputs(part)
@@ -179,20 +179,29 @@ class Trainer:
                     output, loss = self.run.forward(part, inputs, target)
                 reduce_s = self.model.reduce_s
                 with stopwatch("backward"):
-                    part.weigh(loss).backward()  # type: ignore[no-untyped-call]
+                    scaler.scale(part.weigh(loss)).backward()  # type: ignore[no-untyped-call]
                 stopwatch.move("backward", "reduce", self.model.reduce_s - reduce_s)
             self.recorder.tally.add(loss, output, target, part.size)
         if self.run.elastic is not None:
             self.run.elastic.agree()  # up to the next collective all living ranks do the same
         with stopwatch("optimizer"):
-            if self.config.train.clip_norm:
-                torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip_norm)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            if self.run.scheduler:
-                self.run.scheduler.step()
+            self._step_optimizer()
         self.run.state.step += 1
         self.world.status.step = self.run.step
+
+    def _step_optimizer(self) -> None:
+        """Clips, steps, and sets the next learning rate. In fp16 gradients that overflowed leave all as it is."""
+        precision, clip_norm = self.run.precision, self.config.train.clip_norm
+        precision.scaler.unscale_(self.optimizer)
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if clip_norm:
+            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), clip_norm, norm)
+        is_stepped = precision.step(self.optimizer)
+        self.recorder.add_step(norm if is_stepped else None)
+        self.optimizer.zero_grad()
+        if is_stepped and self.run.scheduler:
+            self.run.scheduler.step()
 
     def _evaluate(self, epoch: int) -> None:
         """Mean loss and accuracy of the held-out samples, each counted once. Collective.

@@ -38,7 +38,7 @@ def test_one_rank_is_asked_and_all_stop(tmp_path: Path, use_hosts: Callable[[Seq
 
     def train(layout: Sequence[int], *words: str, **environment: str) -> Result:
         use_hosts(layout)
-        words = (*TRAIN, "--train.dtype=float64", "--log.every_steps=1", *words)
+        words = (*TRAIN, "--train.precision=float64", "--log.every_steps=1", *words)
         return run_job(words, sum(layout), JOB_TIMEOUT_S, cwd=tmp_path, environment=environment)
 
     whole = train((), "--run.name=whole")

@@ -40,7 +40,7 @@ TRAIN_OPTIONS = """
 --data.allow_holes --data.drop_last --data.accept_changed --data.transform --data.sample_transform
 --model.name --loss.name --optimizer.name --optimizer.lr --optimizer.sharded --scheduler.name
 --train.epochs --train.fault_tolerance --train.min_ranks
---train.clip_norm --train.micro_batch --train.sync_batch_norm --train.dtype --train.threads --train.on_end
+--train.clip_norm --train.micro_batch --train.sync_batch_norm --train.precision --train.threads --train.on_end
 --reduce.reducer --reduce.bucket_bytes --reduce.piece_bytes --reduce.comm_dtype --reduce.error_feedback
 --reduce.check_finite --reduce.overlap
 --checkpoint.background --checkpoint.every_epochs --checkpoint.every_steps --checkpoint.keep --checkpoint.on_failure
@@ -216,7 +216,7 @@ def test_python_dash_m_exits_with_the_code() -> None:
             ["train", "--data.train=a", "--model.name=b", "--data.stream=2"],
             "--data.stream=2. Did you mean '--data.streams'?",
         ),
-        (["train", "--data.train=a", "--model.name=b", "--train.dtype=int"], "float64"),
+        (["train", "--data.train=a", "--model.name=b", "--train.precision=int"], "float64"),
         (["train", "--data.train=a", "--model.name=b", "--optimizer.sharded=yes"], "'yes'; expected true or false"),
     ],
 )

@@ -60,7 +60,7 @@ CASES = {
         ["mat1 and mat2", 'field "pixels" (10, 4) uint8 from', "[data.field.pixels]", "float32", "scale = 0.0039"],
     ),
     "bytes, in float64": (
-        {"data__fields": ["pixels", "y"], "train__dtype": "float64"},
+        {"data__fields": ["pixels", "y"], "train__precision": "float64"},
         ['[data.field.pixels] dtype = "float64"'],
     ),
     "no tokens": (

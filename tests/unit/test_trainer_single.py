@@ -49,11 +49,12 @@ def test_the_run_folder_and_the_schema_of_its_metrics(run: Run) -> None:
     for record in training:
         assert list(record) == [
             *("kind", "step", "epoch", "samples", "loss", "accuracy"),
-            *("lr", "samples_per_s", "seconds", "memory_bytes"),
+            *("lr", "grad_norm", "samples_per_s", "seconds", "memory_bytes"),
         ]
         assert record["seconds"].keys() == {"data", "forward", "backward", "reduce", "optimizer"}
         assert all(value >= 0 for value in record["seconds"].values())
         assert record["samples_per_s"] > 0 and record["memory_bytes"]["host"] > 2**20 and record["lr"] == 0.01
+        assert 0 < record["grad_norm"] < 10
     for record in held_out:
         assert list(record) == ["kind", "step", "epoch", "samples", "loss", "accuracy"]
     for record in [*training, *held_out]:
@@ -87,7 +88,7 @@ def test_another_seed_is_another_run(run: Run) -> None:
 @pytest.mark.parametrize("micro_batch", [1, 3, 10, 99])
 def test_micro_batches_change_nothing_but_rounding(run: Run, micro_batch: int) -> None:
     """Behaviour 13."""
-    double = {"train__dtype": "float64", "train__clip_norm": 0.5}
+    double = {"train__precision": "float64", "train__clip_norm": 0.5}
     whole, parts = run(**double), run(train__micro_batch=micro_batch, **double)
     for ours, theirs in zip(losses(parts), losses(whole), strict=True):
         assert ours[:2] == theirs[:2] and ours[2] == pytest.approx(theirs[2], rel=1e-12)
@@ -117,7 +118,7 @@ def test_the_trainer_takes_the_steps_of_plain_torch(run: Run, config: Callable[.
 
 
 def test_float64(run: Run) -> None:
-    folder = run(train__dtype="float64")
+    folder = run(train__precision="float64")
     assert {tensor.dtype for tensor in weights(folder).values()} == {torch.float64}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 
 from mpidp.errors import CheckpointError
 from mpidp.train.checkpoint.write import as_checkpoint_error
@@ -63,8 +64,7 @@ class Tally:
             return
         with torch.no_grad():
             right = count_right(output, target)
-            loss = loss.detach().float() if loss.element_size() < 4 else loss.detach()  # it may overflow in 16 bits
-            self._sums[0] += loss * num_samples
+            self._sums[0] += loss.detach() * num_samples
             if right is not None:
                 self._sums[1] += right
                 self._sums[2] += num_samples
@@ -144,6 +144,7 @@ class Recorder:
         step: optimizer steps done before this start.
         on_failure: if a file of the run cannot be written: "stop" raises it on all ranks, "warn" logs it once.
         failure: returns the failure of this rank's log, if any.
+        scaler: of losses; what it does is recorded if it is enabled.
         before: the former recorder, after some ranks have died; its counts are continued.
     """
 
@@ -156,6 +157,7 @@ class Recorder:
         *,
         on_failure: str = "stop",
         failure: Callable[[], Exception | None] = lambda: None,
+        scaler: GradScaler | None = None,
         before: "Recorder | None" = None,
     ):
         self.world = world
@@ -164,7 +166,10 @@ class Recorder:
         self.on_failure = on_failure
         self._failure = failure
         self._has_failed, self._unsaid = False, list[Exception]()
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.tally = Tally(world.device)
+        self._norm: Tensor | None = None  # the largest in this interval
+        self._skipped_steps = 0
         self.stopwatch = Stopwatch()
         self.num_samples = 0  # over all ranks, since this start
         self.last_validation: dict[str, float] | None = None
@@ -183,6 +188,13 @@ class Recorder:
     def restart(self, step: int) -> None:
         """Begins the next interval after a pause, such as an evaluation or a checkpoint, that belongs to none."""
         self._start = (step, time.perf_counter(), dict(self.stopwatch.seconds))
+
+    def add_step(self, norm: Tensor | None) -> None:
+        """Adds a step with the norm of its gradient; None for a step that was left out, as gradients overflowed."""
+        if norm is None:
+            self._skipped_steps += 1
+        else:
+            self._norm = norm if self._norm is None else torch.maximum(self._norm, norm)
 
     def record_training(self, step: int, epoch: int, optimizer: torch.optim.Optimizer) -> None:
         """Records the steps since the last record, if there are any. Collective.
@@ -205,6 +217,7 @@ class Recorder:
                 "epoch": epoch,
                 **totals,
                 "lr": optimizer.param_groups[0]["lr"],
+                **self._gradient_facts(),
                 "samples_per_s": round(rate, 1),
                 "seconds": {phase: round(value, 6) for phase, value in seconds.items()},
                 "memory_bytes": memory_bytes(self.world.device),
@@ -213,6 +226,14 @@ class Recorder:
         self._tell_failures()
         self.progress.update(step, f"epoch {epoch + 1}  loss {totals['loss']:.4f}  {rate:,.0f} samples/s")
         self.restart(step)
+
+    def _gradient_facts(self) -> dict[str, float | None]:
+        """The largest norm since the last record, and what scaling did; starts anew."""
+        facts: dict[str, float | None] = {"grad_norm": None if self._norm is None else float(self._norm)}
+        if self._scaler is not None:
+            facts |= {"loss_scale": self._scaler.get_scale(), "skipped_steps": self._skipped_steps}
+        self._norm, self._skipped_steps = None, 0
+        return facts
 
     def record_validation(self, step: int, epoch: int, tally: Tally) -> None:
         """Records an evaluation. Collective; raises as `record_training` does."""
