@@ -51,7 +51,7 @@ def _checks() -> float:
 
     world = start.init()
     begun = time.perf_counter()
-    start._check_loaded()
+    start._start_mpi()
     warn_of_cores(world.comm, world.host, 1, stacklevel=1)
     return time.perf_counter() - begun
 

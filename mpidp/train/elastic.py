@@ -159,9 +159,8 @@ class Elastic:
         self._lost += self._ranks.shrink()
         self.world = self._ranks.world
         if self.world.size < self.min_ranks:
-            few = LaunchError(
-                f"lost {listed(self._lost)}: {self.world.size} ranks are left, and {self.min_ranks} were asked for"
-            )
+            left = "1 rank" if self.world.size == 1 else f"{self.world.size} ranks"
+            few = LaunchError(f"lost {listed(self._lost)}: only {left} left, and min_ranks is {self.min_ranks}")
             setattr(few, SHARED_MARK, True)
             raise few
 

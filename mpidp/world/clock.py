@@ -22,13 +22,7 @@ TAG = 7001  # on the library's own communicator, where nothing else travels poin
 
 @dataclass(frozen=True)
 class Reading:
-    """A comparison of this node's clock with another one.
-
-    Attributes:
-        at_ns: the time of this clock.
-        offset_ns: the other clock's time, which is rank 0's in a trace, minus `at_ns`.
-        error_ns: the greatest possible error of `offset_ns`.
-    """
+    """A comparison of this node's clock, at `at_ns`, with another one, which is ahead by `offset_ns` +- `error_ns`."""
 
     at_ns: int
     offset_ns: int

@@ -187,8 +187,8 @@ def _some(numbers: npt.NDArray[np.int64]) -> str:
     return f"rows {named}" + (f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else "")
 
 
-class DelayedMaximum:
-    """The maximum over ranks of what each gave at the previous call. Making one is collective.
+class _Delayed:
+    """A number of each rank, given now and compared later. Making one is collective.
 
     Args:
         comm: the ranks; it is duplicated, so that an open message never mixes with other traffic.
@@ -196,22 +196,16 @@ class DelayedMaximum:
 
     def __init__(self, comm: MPI.Intracomm):
         self._comm = comm.Dup() if comm.size > 1 else None
-        self._given = np.zeros(1, dtype=np.int64)
-        self._greatest = np.zeros(1, dtype=np.int64)
+        self._given = np.zeros(2, dtype=np.int64)
+        self._greatest = np.zeros(2, dtype=np.int64)
         self._request: MPI.Request | None = None
         keep_at_loss(self)
 
-    def exchange(self, value: int) -> int:
-        """Gives this rank's number; returns the maximum of the previous call, 0 at the first. Collective.
-
-        With one rank it returns `value` at once.
-        """
-        if self._comm is None:
-            return value
-        before = self._finish()
-        self._given[0] = value
+    def give(self, value: int) -> None:
+        """Begins to compare this rank's number (64 bits, signed). Collective; the former result must be taken."""
+        assert self._comm is not None and self._request is None
+        self._given[:] = value, ~value
         self._request = self._comm.Iallreduce(self._given, self._greatest, op=MPI.MAX)
-        return before
 
     def close(self) -> None:
         """Waits for the open message and frees the communicator. Collective."""
@@ -220,46 +214,36 @@ class DelayedMaximum:
             self._comm.Free()
             self._comm = None
 
-    def _finish(self) -> int:
-        if self._request is None:
-            return 0
-        wait(self._request, PAUSE_S)
-        self._request = None
-        return int(self._greatest[0])
-
-
-class DelayedEquality:
-    """A comparison of one number of each rank, whose result comes later. Making one is collective.
-
-    Args:
-        comm: the ranks; it is duplicated.
-    """
-
-    def __init__(self, comm: MPI.Intracomm):
-        self._comm = comm.Dup()
-        self._given = np.zeros(2, dtype=np.int64)
-        self._greatest = np.zeros(2, dtype=np.int64)
-        self._request: MPI.Request | None = None
-        keep_at_loss(self)
-
-    def give(self, value: int) -> None:
-        """Begins to compare this rank's number (64 bits, signed). Collective; call `differ` before the next one.
-
-        The maximum of all numbers is the complement of the maximum of all complements only if all are equal.
-        """
-        assert self._request is None
-        self._given[:] = value, ~value
-        self._request = self._comm.Iallreduce(self._given, self._greatest, op=MPI.MAX)
-
-    def differ(self) -> bool:
-        """Whether the numbers given last differ; False when none was given since. The same on all ranks."""
+    def _finish(self) -> bool:
+        """Whether there was an open message; `_greatest` then holds its result."""
         if self._request is None:
             return False
         wait(self._request, PAUSE_S)
         self._request = None
-        return bool(self._greatest[0] != ~self._greatest[1])
+        return True
 
-    def close(self) -> None:
-        """Waits for the open message and frees the communicator. Collective."""
-        self.differ()
-        self._comm.Free()
+
+class DelayedMaximum(_Delayed):
+    """The maximum over ranks of what each gave at the previous call."""
+
+    def exchange(self, value: int) -> int:
+        """Gives this rank's number; returns the maximum of the previous call, 0 at the first. Collective.
+
+        With one rank it returns `value` at once.
+        """
+        if self._comm is None:
+            return value
+        before = int(self._greatest[0]) if self._finish() else 0
+        self.give(value)
+        return before
+
+
+class DelayedEquality(_Delayed):
+    """Whether the numbers that ranks gave differ."""
+
+    def differ(self) -> bool:
+        """Whether the numbers given last differ; False when none was given since. The same on all ranks.
+
+        The maximum of all numbers is the complement of the maximum of all complements only if all are equal.
+        """
+        return self._finish() and bool(self._greatest[0] != ~self._greatest[1])

@@ -22,13 +22,8 @@ OVERRIDE = "MPIDP_CUDA_AWARE"
 
 
 def choose_index(local_rank: int, visible: int) -> int | None:
-    """Index of this rank's GPU among those it sees; None means CPU.
-
-    One visible GPU means that the launcher bound it to this rank: index 0, whatever the local rank.
-    """
-    if visible == 0:
-        return None
-    return local_rank % visible
+    """Index of this rank's GPU among those it sees; None means CPU. A single one was bound to it by the launcher."""
+    return local_rank % visible if visible else None
 
 
 def set_device(local_rank: int) -> torch.device:
@@ -42,9 +37,7 @@ def set_device(local_rank: int) -> torch.device:
 
 def device_uuid(device: torch.device) -> str:
     """The GPU's UUID; empty for a CPU."""
-    if device.type != "cuda":
-        return ""
-    return str(torch.cuda.get_device_properties(device).uuid)
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def shared_gpu(uuids: Sequence[str], host: str) -> LaunchError | None:

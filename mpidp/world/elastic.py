@@ -14,7 +14,7 @@ from mpidp.printable import listed
 from mpidp.world import mpi
 from mpidp.world.launch import set_current_world
 from mpidp.world.mpi import MPI, WatchedComm, cores_per_rank, is_loss, is_survived, make_topology
-from mpidp.world.watchdog import ABORT_S, watch_again
+from mpidp.world.watchdog import ABORT_S, watch_rank
 from mpidp.world.world import World
 
 log = logging.getLogger("mpidp.rank")
@@ -33,20 +33,15 @@ class Member:
 
 @dataclass(frozen=True)
 class LostRanks:
-    """The ranks that died between two steps.
-
-    Attributes:
-        members: those that died.
-        num_left: how many ranks go on.
-        seconds: from the moment at which this rank noticed until all were ready to go on.
-    """
+    """The ranks that died between two steps; and the seconds from when this rank noticed until all could go on."""
 
     members: tuple[Member, ...]
     num_left: int
     seconds: float
 
     def __str__(self) -> str:
-        return f"lost {listed(self.members)}; {self.num_left} ranks go on, after {self.seconds:.3f} s"
+        left = "1 rank goes on" if self.num_left == 1 else f"{self.num_left} ranks go on"
+        return f"lost {listed(self.members)}; {left}, after {self.seconds:.3f} s"
 
 
 class ElasticWorld:
@@ -155,7 +150,7 @@ def _make_world(before: World, comm: WatchedComm) -> World:
         comm=comm,
         node_comm=node_comm,
         topology=topology,
-        watchdog=watch_again(before.watchdog, comm, before.host, topology.node, before.guard),
+        watchdog=before.watchdog and watch_rank(comm, before.host, topology.node, before.guard, before.watchdog),
     )
 
 

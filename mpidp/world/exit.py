@@ -68,7 +68,7 @@ class AbortGuard:
     """
 
     def __init__(self, rank: int, size: int, host: str):
-        self.host = host
+        self._host = host
         self.renumber(rank, size)
         self.before_abort: Callable[[], None] = lambda: None
         self.last_words: Callable[[], str] = str
@@ -77,7 +77,7 @@ class AbortGuard:
     def renumber(self, rank: int, size: int) -> None:
         """Sets this rank's new number, after some ranks have died and the others go on."""
         self.rank = rank
-        self.tag = f"[rank {rank} of {size} on {self.host}]"
+        self.tag = f"[rank {rank} of {size} on {self._host}]"
 
     def install(self) -> None:
         """Installs the hooks for uncaught exceptions."""
@@ -92,11 +92,13 @@ class AbortGuard:
 
     def end_job(self, text: str, code: int, thread: str = "") -> None:
         """Prints the text, with rank, node, thread, step and phase, and ends all ranks."""
-        with self._aborting(code):
-            self.tell(f"{self.tag} {thread}{_where()}{text}")
+        with self.aborting(code):
+            # Step and phase, once there has been one.
+            where = "" if status.phase == START and status.step == 0 else f"{status.where()}: "
+            self.tell(f"{self.tag} {thread}{where}{text}")
 
     @contextmanager
-    def _aborting(self, code: int) -> Iterator[None]:
+    def aborting(self, code: int) -> Iterator[None]:
         """Ends all ranks after the block, also if it fails: by a full disk, a closed pipe, another Ctrl-C."""
         try:
             yield
@@ -110,7 +112,7 @@ class AbortGuard:
         if issubclass(kind, KeyboardInterrupt):
             self.on_interrupt()
             return
-        with self._aborting(1):
+        with self.aborting(1):
             if getattr(error, SHARED_MARK, False) and self.rank != 0:
                 time.sleep(SHARED_ERROR_GRACE_S)  # normally rank 0's abort ends this sleep; if not, this rank aborts
             if is_out_of_memory(error):
@@ -120,7 +122,7 @@ class AbortGuard:
     def on_interrupt(self) -> None:
         """Ctrl-C: one line for the job, and exit code 130. Mostly every rank is interrupted, and rank 0 prints it."""
         code = 128 + signal.SIGINT
-        with self._aborting(code):
+        with self.aborting(code):
             if self.rank != 0:
                 time.sleep(INTERRUPT_GRACE_S + min(self.rank, 4) / 2)  # likewise
             self.end_job(f"interrupted{self.last_words()}", code)
@@ -146,11 +148,6 @@ class AbortGuard:
         sys.stderr.write(text if text.endswith("\n") else text + "\n")
         sys.stderr.flush()
         wait_until_read(sys.stderr)
-
-
-def _where() -> str:
-    """Step and phase, once there has been one."""
-    return "" if status.phase == START and status.step == 0 else f"{status.where()}: "
 
 
 def wait_until_read(stream: TextIO) -> None:

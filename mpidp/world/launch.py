@@ -16,9 +16,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mpidp.world.world import World
 
-# Slurm numbers its special steps (batch script, extern, interactive) from here up; they are shells, not parallel steps.
-FIRST_SPECIAL_SLURM_STEP = 0xFFFFFFF0
-
 SHARED_MEMORY = Path("/dev/shm")
 PAGE_BYTES = 4096
 
@@ -49,6 +46,7 @@ class LaunchFacts:
         return self.rank in (None, 0)
 
 
+_HYDRA = "Hydra's mpiexec"
 # By launcher, the variables of rank, size, local rank and local size; of several the first that is set counts. In this
 # order: a launcher's own variables are nearer to the process than the PMI ones it may also set.
 _LAUNCHERS = {
@@ -71,7 +69,7 @@ _LAUNCHERS = {
         "JSM_NAMESPACE_LOCAL_RANK",
         "JSM_NAMESPACE_LOCAL_SIZE",
     ),
-    "Hydra's mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID PMI_LOCAL_RANK", "MPI_LOCALNRANKS PMI_LOCAL_SIZE"),
+    _HYDRA: ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID PMI_LOCAL_RANK", "MPI_LOCALNRANKS PMI_LOCAL_SIZE"),
 }
 _FLUX = ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "")
 _SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
@@ -83,36 +81,25 @@ def launch_facts(environment: Mapping[str, str]) -> LaunchFacts:
     (`mpiexec` inside an allocation starts its own processes through a Slurm step, whose task count is that of the
     launcher's daemons.)
     """
-
-    def facts(launcher: str, names: tuple[str, ...]) -> LaunchFacts:
-        return LaunchFacts(launcher, *(_first(environment, name) for name in names))
-
-    by_hydra = "MPI_LOCALRANKID" in environment
-    by_flux = "FLUX_TASK_RANK" in environment and not by_hydra  # a Hydra inside `flux run` knows more than it
-    in_step = _is_slurm_step(environment)
-    launcher = next((name for name, names in _LAUNCHERS.items() if _first(environment, names[0]) is not None), "")
-    if launcher == "Hydra's mpiexec" and by_flux:
-        launcher = ""
-    if launcher == "Hydra's mpiexec" and in_step and not by_hydra:
-        # `srun --mpi=pmi2` speaks PMI itself; what the user typed, and must change, is then the srun command. Hydra's
-        # processes run in the step of its daemons, but know more than srun tells.
-        return facts("Slurm's srun", _LAUNCHERS[launcher])
-    if launcher == "Hydra's mpiexec" and "I_MPI_HYDRA_TOPOLIB" in environment:
-        return facts("Intel MPI's mpiexec", _LAUNCHERS[launcher])
-    if launcher:
-        return facts(launcher, _LAUNCHERS[launcher])
-    if by_flux:
-        return facts("flux run", _FLUX)
-    return facts("Slurm's srun", _SRUN) if in_step else LaunchFacts("none")
+    name = next((name for name, names in _LAUNCHERS.items() if _first(environment, names[0]) is not None), "")
+    names = _LAUNCHERS.get(name, ())
+    by_pmi, in_step = name == _HYDRA, _is_slurm_step(environment)
+    by_hydra = "MPI_LOCALRANKID" in environment  # it knows more than the `flux run` or Slurm step of its daemons
+    if "FLUX_TASK_RANK" in environment and not by_hydra and (by_pmi or not name):
+        name, names = "flux run", _FLUX
+    elif by_pmi and in_step and not by_hydra:  # `srun --mpi=pmi2`: what the user typed, and must change, is srun
+        name = "Slurm's srun"
+    elif by_pmi and "I_MPI_HYDRA_TOPOLIB" in environment:
+        name = "Intel MPI's mpiexec"
+    elif not name and in_step:
+        name, names = "Slurm's srun", _SRUN
+    return LaunchFacts(name or "none", *(_first(environment, each) for each in names))
 
 
 def size_mismatch(facts: LaunchFacts, mpi_size: int, library: str) -> str | None:
     """The error text when MPI has another size than the launcher meant, else None.
 
-    Args:
-        facts: of the launch.
-        mpi_size: size of MPI's world.
-        library: first line of the MPI library's version text.
+    `library` is the first line of the MPI library's version text.
     """
     if facts.size is None or facts.size == mpi_size:
         return None
@@ -126,11 +113,6 @@ def cannot_start(facts: LaunchFacts, environment: Mapping[str, str], library_tex
     """The error text when this library is certain not to understand its launcher, before it is started; else None.
 
     Some libraries then stop with a text of their own, which nobody can catch.
-
-    Args:
-        facts: of the launch.
-        environment: all variables of this process.
-        library_text: the MPI library's version text, all of it.
     """
     if (facts.size or 1) == 1:
         return None
@@ -163,10 +145,9 @@ def _advice(facts: LaunchFacts, library: str) -> str:
 
 
 def _is_slurm_step(environment: Mapping[str, str]) -> bool:
-    """A step started by srun. A batch script also has SLURM_* variables, but is one shell, not a parallel step."""
+    """Whether srun started this process. Slurm numbers steps that are shells, as of batch scripts, from 0xFFFFFFF0."""
     step = _first(environment, "SLURM_STEP_ID SLURM_STEPID")
-    tasks = environment.get("SLURM_STEP_NUM_TASKS")
-    return step is not None and step < FIRST_SPECIAL_SLURM_STEP and tasks is not None
+    return step is not None and step < 0xFFFFFFF0 and "SLURM_STEP_NUM_TASKS" in environment
 
 
 def _first(environment: Mapping[str, str], names: str) -> int | None:
@@ -175,13 +156,7 @@ def _first(environment: Mapping[str, str], names: str) -> int | None:
 
 
 def cannot_share(library_text: str, local_size: int | None, environment: Mapping[str, str]) -> str | None:
-    """The error text when MPI would die of a signal as it starts, for want of shared memory; else None.
-
-    Args:
-        library_text: the MPI library's version text, all of it.
-        local_size: ranks that start on this node, as the launcher says; None where it does not.
-        environment: all variables of this process.
-    """
+    """The error text when MPI would die of a signal as it starts, for want of shared memory; else None."""
     room = room_bytes(SHARED_MEMORY) if "MPICH" in library_text else None
     return None if room is None else too_small(room, library_text, local_size or 1, environment)
 

@@ -12,16 +12,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-MAPS = Path("/proc/self/maps")
 # Not MPI libraries themselves: bindings for other languages, and Cray's layer for GPUs.
 _COMPANIONS = ("libmpi_cxx", "libmpi_mpifh", "libmpi_usempi", "libmpi_java", "libmpi_gtl")
-_GTL = "libmpi_gtl"
-_UCX = "libucs."
 
 
 def read_maps() -> str:
     """The text of `/proc/self/maps`; "" where there is none."""
-    return MAPS.read_text() if MAPS.exists() else ""
+    maps = Path("/proc/self/maps")
+    return maps.read_text() if maps.exists() else ""
 
 
 def mapped_files(maps: str) -> list[str]:
@@ -32,13 +30,7 @@ def mapped_files(maps: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Mapped:
-    """Paths of libraries in memory, each once.
-
-    Attributes:
-        mpi: MPI libraries, of which there must be one.
-        ucx: UCX libraries (`libucs`), of which there should be at most one.
-        has_gtl: whether Cray's layer for GPU memory is there.
-    """
+    """Paths of MPI and UCX libraries in memory, and whether Cray's layer for GPU memory is there."""
 
     mpi: tuple[str, ...]
     ucx: tuple[str, ...]
@@ -50,8 +42,8 @@ def mapped(maps: str) -> Mapped:
     found = mapped_mpi_libraries(maps)
     names = [Path(path).name for path in found]
     mpi = [path for path, name in zip(found, names, strict=True) if not name.startswith(_COMPANIONS)]
-    ucx = [path for path in mapped_files(maps) if Path(path).name.startswith(_UCX)]
-    return Mapped(tuple(mpi), tuple(ucx), any(name.startswith(_GTL) for name in names))
+    ucx = [path for path in mapped_files(maps) if Path(path).name.startswith("libucs.")]
+    return Mapped(tuple(mpi), tuple(ucx), any(name.startswith("libmpi_gtl") for name in names))
 
 
 def two_libraries(paths: Sequence[str]) -> str | None:
@@ -68,9 +60,7 @@ def two_libraries(paths: Sequence[str]) -> str | None:
 def missing_gtl(environment_value: str | None, libraries: Mapped) -> str | None:
     """Return the error text when Cray MPICH was asked for GPU memory without its layer for it, else None.
 
-    Args:
-        environment_value: that of MPICH_GPU_SUPPORT_ENABLED, or None.
-        libraries: what is in memory.
+    `environment_value` is that of MPICH_GPU_SUPPORT_ENABLED.
     """
     is_cray = any("cray" in path or "libmpi_gnu" in path for path in libraries.mpi)
     if environment_value != "1" or not is_cray or libraries.has_gtl:

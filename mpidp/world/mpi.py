@@ -53,17 +53,16 @@ ENDS_MPI = "mpi4py.MPI" not in sys.modules
 mpi4py.rc.finalize = not ENDS_MPI
 
 try:
-    from mpi4py import MPI
+    from mpi4py import MPI as MPI
 except RuntimeError as error:  # what mpi4py raises when it finds no library to load
     raise LaunchError(
         f"mpi4py cannot load an MPI library ({error}). On a cluster load its MPI module; on your own machine "
         f"`pip install mpich`; or name the library's file in MPI4PY_LIBMPI."
     ) from error
 
-__all__ = ["ENDS_MPI", "MPI", "before_end", "never_end"]
 _process = os.getpid()
 _before_end: list[Callable[[], float]] = []
-_ends = True
+_is_elastic = False
 
 
 def before_end(function: Callable[[], float]) -> None:
@@ -74,23 +73,17 @@ def before_end(function: Callable[[], float]) -> None:
         atexit.register(function)
 
 
-def never_end() -> None:
-    """Leaves out `MPI_Finalize` at exit: it may wait for ever for a rank that has died."""
-    global _ends
-    _ends = False
-
-
-def finalize() -> None:
+def _finalize() -> None:
     """Ends MPI at exit, after all functions that were registered since this package was imported."""
     timeout_s = max((function() for function in _before_end), default=0.0)
     # A forked child runs this too, but MPI belongs to its parent.
-    if _ends and os.getpid() == _process and MPI.Is_initialized() and not MPI.Is_finalized():
+    if not _is_elastic and os.getpid() == _process and MPI.Is_initialized() and not MPI.Is_finalized():
         with last_wait(timeout_s):
             MPI.Finalize()
 
 
 if ENDS_MPI:
-    atexit.register(finalize)
+    atexit.register(_finalize)
 
 
 T = TypeVar("T", bound=MPI.Comm)
@@ -105,13 +98,8 @@ def opened(comm: T) -> T:
     return comm
 
 
-def closed(comm: MPI.Comm) -> None:
-    """Removes a communicator that is about to be freed."""
-    _open.pop(id(comm), None)
-
-
-def know_of_loss() -> bool:
-    """Whether a rank of an open communicator has died, or another rank has revoked one. Not collective."""
+def _know_of_loss() -> bool:
+    """Whether a rank of an open communicator has died, or another rank has revoked one."""
     there = [comm for comm in [*_open.values()] if comm != MPI.COMM_NULL]
     return any(comm.Is_revoked() or _num_failed(comm) for comm in there)
 
@@ -149,25 +137,13 @@ def forget_all() -> None:
         _kept[:] = kept
 
 
-# Set by Open MPI's launcher; the library reads it as well.
-FT_VARIABLE = "OMPI_MCA_mpi_ft_enable"
-FT_LIBRARY = "Open MPI v5"
-
-_is_elastic = False
-
-
 def why_not(environment: Mapping[str, str], library: str, ends_mpi: bool) -> str:
-    """The reason why a job cannot go on without a rank, or "" if it can. Pure.
-
-    Args:
-        environment: of this process.
-        library: version text of the MPI library.
-        ends_mpi: whether this package ends MPI.
-    """
+    """The reason why a job with this `library` (its version text) cannot go on without a rank, or "". Pure."""
     name = library.splitlines()[0].strip("\0 ") if library else "this MPI"
-    if not library.startswith(FT_LIBRARY):
+    if not library.startswith("Open MPI v5"):
         return f"{name} does not survive the death of a rank; Open MPI 5 does, under `mpiexec --with-ft ulfm`"
-    if environment.get(FT_VARIABLE, "").lower() not in ("1", "true", "yes"):
+    # Set by Open MPI's launcher; the library reads it as well.
+    if environment.get("OMPI_MCA_mpi_ft_enable", "").lower() not in ("1", "true", "yes"):
         return f"{name} was started without fault tolerance; start the job with `mpiexec --with-ft ulfm`"
     if not ends_mpi:
         return "mpi4py was imported before mpidp, and its end of MPI waits for dead ranks; import mpidp first"
@@ -181,7 +157,6 @@ def be_elastic() -> None:
     """
     global _is_elastic
     _is_elastic = True
-    never_end()
 
 
 def is_elastic() -> bool:
@@ -201,7 +176,8 @@ def is_survived(error: BaseException) -> bool:
     Some of Open MPI's collectives (Alltoall) raise an error of another class then, so any error of MPI counts if MPI
     knows of a death.
     """
-    return _is_elastic and (is_loss(error) or (any(map(_is_of_mpi, _chain(error))) and know_of_loss()))
+    is_of_mpi = any(isinstance(one, MPI.Exception) for one in _chain(error))
+    return _is_elastic and (is_loss(error) or (is_of_mpi and _know_of_loss()))
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -212,12 +188,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _is_of_mpi(error: BaseException) -> bool:
-    return isinstance(error, MPI.Exception)
-
-
 # The blocking calls that this package makes, or may come to make.
-NAMES = (
+_NAMES = (
     *("barrier", "Barrier", "bcast", "Bcast", "gather", "Gather", "Gatherv", "scatter", "Scatter", "Scatterv"),
     *("allgather", "Allgather", "Allgatherv", "alltoall", "Alltoall", "Alltoallv"),
     *("reduce", "Reduce", "allreduce", "Allreduce", "Reduce_scatter", "Reduce_scatter_block", "scan", "exscan"),
@@ -242,8 +214,8 @@ class WatchedComm(MPI.Intracomm):
 
     def Free(self) -> None:  # noqa: N802
         """Frees the communicator. Collective; in elastic jobs it stays allocated, as one of its ranks may be dead."""
-        closed(self)
-        if not is_elastic():
+        _open.pop(id(self), None)
+        if not _is_elastic:
             super().Free()
 
 
@@ -258,7 +230,7 @@ def _watched(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in NAMES:
+for _name in _NAMES:
     setattr(WatchedComm, _name, _watched(_name))
 
 
@@ -326,13 +298,9 @@ def cores_per_rank(node_comm: MPI.Intracomm) -> int:
 
 
 def warn_of_cores(comm: MPI.Intracomm, host: str, threads: int, stacklevel: int) -> None:
-    """Warn once, on rank 0, when threads of ranks get in each other's way. Collective.
+    """Warns once, on rank 0, when the `threads` that ranks compute with get in each other's way. Collective.
 
-    Args:
-        comm: all ranks.
-        host: name of this node.
-        threads: threads that this rank computes with.
-        stacklevel: whose line the warning names, as `warnings.warn` has it for this function's caller.
+    `stacklevel` says whose line the warning names, as `warnings.warn` has it for this function's caller.
     """
     ranks = comm.gather(Pinned(host, frozenset(os.sched_getaffinity(0)), threads), root=0)
     if ranks is None:

@@ -104,7 +104,7 @@ class EndAtSignal:
         threading.Thread(target=self._read, args=(reading,), name="mpidp-signals", daemon=True).start()
 
     def _forget(self) -> None:
-        """Undoes this in a forked process, perhaps a worker of a pool: signals to it are not meant for this rank."""
+        """Undoes this in a forked process: signals to it are not meant for this rank."""
         signal.set_wakeup_fd(-1)
         if signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

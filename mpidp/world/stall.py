@@ -97,25 +97,19 @@ def report_left(left: Sequence[Seen], waiting: Sequence[Seen]) -> str:
 def report(seen: Sequence[Seen], answers: Mapping[int, str], lasted_s: float, then: str) -> str:
     """The report of a stall: who is missing, in which call and where the others wait, and what each missing rank does.
 
-    Args:
-        seen: all ranks.
-        answers: by rank, its stack, or why it does not answer.
-        lasted_s: seconds that the longest wait has lasted.
-        then: a sentence that says what will happen.
+    `answers` has, by rank, its stack, or why it does not answer; `then` is a sentence that says what will happen.
     """
     missing = missing_ranks(seen)
     step = max(rank.beat.step for rank in seen)
+    head = "all ranks wait for each other, in calls that do not match"
     if missing:
-        verb = "does" if len(missing) == 1 else "do"
-        head = f"{named(missing)} {verb} not arrive"
-    else:
-        head = "all ranks wait for each other, in calls that do not match"
+        head = f"{named(missing)} {'does' if len(missing) == 1 else 'do'} not arrive"
     lines = [f"mpidp: stalled for {lasted_s:.0f} s after step {step:,}: {head}."]
     lines += [f"  {line}" for line in waits(seen)]
     for rank in to_describe(seen):
         lines += _describe(rank, answers.get(rank.beat.rank, ""))
     if len(missing) > MOST_NAMED:
-        lines.append(f"  (and {len(missing) - MOST_NAMED} ranks more)")
+        lines.append(f"  (and {len(missing) - MOST_NAMED} more)")
     return "\n".join([*lines, f"  {then}"])
 
 
@@ -137,7 +131,7 @@ def waits(seen: Sequence[Seen]) -> list[str]:
         for (wait, site), ranks in groups.items()
     ]
     more = len(lines) - MOST_NAMED
-    return lines if more <= 0 else [*lines[:MOST_NAMED], f"(and {more} places more)"]
+    return lines if more <= 0 else [*lines[:MOST_NAMED], f"(and {more} more)"]
 
 
 def named(ranks: Sequence[Seen]) -> str:
@@ -167,15 +161,7 @@ def _describe(rank: Seen, answer: str) -> list[str]:
 
 @dataclass
 class _Stall:
-    """A stall that is being investigated.
-
-    Attributes:
-        ends_job: whether the job ends after the report.
-        since: when ranks were asked, by the watchdog's clock.
-        asked: the ranks that were asked, themselves or by a neighbour on their node.
-        answers: their answers so far, by rank.
-        is_told: whether the report is out.
-    """
+    """A stall that is being investigated: the ranks asked, or their neighbours, when, and their answers so far."""
 
     ends_job: bool
     since: float

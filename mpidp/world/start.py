@@ -73,9 +73,14 @@ def init(
 
 
 def _start_mpi() -> None:
-    _check_loaded()
+    """Starts MPI, or raises LaunchError for what would end it in a way that nobody can catch."""
+    libraries = mapped(read_maps())
+    fault = two_libraries(libraries.mpi) or missing_gtl(os.environ.get("MPICH_GPU_SUPPORT_ENABLED"), libraries)
+    if fault is not None:
+        raise LaunchError(fault)
+    facts = launch_facts(os.environ)
     if not MPI.Is_initialized():
-        facts, text = launch_facts(os.environ), MPI.Get_library_version()
+        text = MPI.Get_library_version()
         stops = cannot_start(facts, os.environ, text) or cannot_share(text, facts.local_size, os.environ)
         if stops is not None:
             raise LaunchError(stops)
@@ -87,17 +92,9 @@ def _start_mpi() -> None:
             f"or more ({library}). Call mpidp.init() before anything else starts MPI, or start it with "
             f"MPI.Init_thread(MPI.THREAD_MULTIPLE)."
         )
-    mismatch = size_mismatch(launch_facts(os.environ), MPI.COMM_WORLD.size, library)
+    mismatch = size_mismatch(facts, MPI.COMM_WORLD.size, library)
     if mismatch is not None:
         raise LaunchError(mismatch)
-
-
-def _check_loaded() -> None:
-    """Raises LaunchError for libraries that would crash MPI, in a way that nobody can catch. Not collective."""
-    libraries = mapped(read_maps())
-    fault = two_libraries(libraries.mpi) or missing_gtl(os.environ.get("MPICH_GPU_SUPPORT_ENABLED"), libraries)
-    if fault is not None:
-        raise LaunchError(fault)
 
 
 def _make_world(ranks: MPI.Intracomm, share_gpu: bool) -> World:
@@ -116,7 +113,7 @@ def _make_world(ranks: MPI.Intracomm, share_gpu: bool) -> World:
     device = set_device(node_comm.rank)
     _check_same_kind(comm, device, host)
     if not share_gpu:
-        _check_not_shared(comm, node_comm, device, host)
+        share_error(comm, shared_gpu(node_comm.allgather(device_uuid(device)), host), f"on {host}, choosing devices")
     return World(
         rank=comm.rank,
         size=comm.size,
@@ -146,12 +143,6 @@ def _check_same_kind(comm: MPI.Intracomm, device: torch.device, host: str) -> No
             f"{different[0]}: a node does not see its GPUs. Look at CUDA_VISIBLE_DEVICES and nvidia-smi there."
         )
         share_error(comm, error, "choosing devices")
-
-
-def _check_not_shared(comm: MPI.Intracomm, node_comm: MPI.Intracomm, device: torch.device, host: str) -> None:
-    """Raises on every rank of every node when two ranks of some node hold one GPU; collective."""
-    error = shared_gpu(node_comm.allgather(device_uuid(device)), host)
-    share_error(comm, error, f"on {host}, choosing devices")
 
 
 def _decide_awareness(comm: MPI.Intracomm, node_comm: MPI.Intracomm, device: torch.device) -> Awareness:

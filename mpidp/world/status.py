@@ -30,14 +30,7 @@ Kind = Literal["step", "phase", "wait", "work"]
 
 
 class Span(NamedTuple):
-    """An interval of time in which a thread did one thing.
-
-    Attributes:
-        name: what it did.
-        kind: a step of the optimizer, a phase of it, a wait for other ranks, or the work of a helper thread.
-        thread: name of the thread.
-        start_ns, stop_ns: begin and end, by `time.monotonic_ns` of this node.
-    """
+    """An interval of time, by `time.monotonic_ns` of this node, in which a thread did one thing."""
 
     name: str
     kind: Kind
@@ -49,8 +42,7 @@ class Span(NamedTuple):
 class Spans:
     """The spans since it was made; any thread may add some, as appending to a list needs no lock.
 
-    Args:
-        quiet: a phase that is not recorded.
+    The phase `quiet` is not recorded.
     """
 
     def __init__(self, quiet: str = ""):
@@ -74,13 +66,7 @@ class Spans:
 
 @dataclass(frozen=True)
 class Wait:
-    """A thread of this rank in a call that returns when other ranks have made it too.
-
-    Attributes:
-        name: the call.
-        ranks: how many ranks take part; 0 where that is not known.
-        thread: identifier of the thread.
-    """
+    """A thread of this rank in a call that returns when other ranks have made it too; `ranks` is 0 if not known."""
 
     name: str
     ranks: int
@@ -269,19 +255,14 @@ def prepare() -> Address:
 
 @dataclass(frozen=True)
 class Look:
-    """What a neighbour sees of a silent process: its state and, if it can still write it, its stack.
-
-    Attributes:
-        text: state, and stack if there is one.
-        is_stopped: whether the process does not run at all.
-    """
+    """What a neighbour sees of a silent process: its state and, if it can still write it, its stack."""
 
     text: str
     is_stopped: bool = False
 
 
 def look_at(address: Address) -> Look:
-    """Looks at a process of this node; returns its state and stack."""
+    """Looks at a process of this node."""
     state, text = process_state(address.pid)
     if state not in RUNS or address.file < 0:
         return Look(text, state in STOPPED)

@@ -67,11 +67,11 @@ def _left(root: Path, path: str, limit: str, usage: str, cached: str) -> Iterato
 
 
 MOUNTS = Path("/proc/self/mountinfo")
-SERVED = frozenset(("9p", "afs", "cifs", "nfs", "nfs4", "ocfs2", "smb3", "smbfs", "virtiofs"))
-PARALLEL = frozenset(("beegfs", "ceph", "fhgfs", "glusterfs", "gpfs", "lustre", "orangefs", "panfs", "pvfs2", "wekafs"))
-IN_USER_SPACE = frozenset(("fuse.beegfs", "fuse.ceph", "fuse.glusterfs", "fuse.juicefs", "fuse.s3fs", "fuse.sshfs"))
-NETWORK = SERVED | PARALLEL | IN_USER_SPACE
-MEMORY = frozenset(("tmpfs", "ramfs"))
+_SERVED = frozenset(("9p", "afs", "cifs", "nfs", "nfs4", "ocfs2", "smb3", "smbfs", "virtiofs"))
+_PARALLEL = frozenset(
+    ("beegfs", "ceph", "fhgfs", "glusterfs", "gpfs", "lustre", "orangefs", "panfs", "pvfs2", "wekafs")
+)
+_IN_USER_SPACE = frozenset(("fuse.beegfs", "fuse.ceph", "fuse.glusterfs", "fuse.juicefs", "fuse.s3fs", "fuse.sshfs"))
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class FileSystem:
     @property
     def is_network(self) -> bool:
         """Whether its data lies on other machines."""
-        return self.kind in NETWORK
+        return self.kind in _SERVED | _PARALLEL | _IN_USER_SPACE
 
 
 def file_system(path: str | Path, mounts: Path = MOUNTS) -> FileSystem:
@@ -101,7 +101,7 @@ def file_system(path: str | Path, mounts: Path = MOUNTS) -> FileSystem:
     facts = os.statvfs(path)
     kind = _kind(device, mounts)
     free_bytes = facts.f_bavail * facts.f_frsize
-    memory = available_memory() if kind in MEMORY else None
+    memory = available_memory() if kind in ("tmpfs", "ramfs") else None
     return FileSystem(kind, device, free_bytes if memory is None else min(free_bytes, memory))
 
 
@@ -142,9 +142,7 @@ def too_few_cores(ranks: Sequence[Pinned]) -> str | None:
 def crowded(ranks: Sequence[Pinned], node_cores: int) -> str | None:
     """Return a line when ranks of one node are pinned together to fewer cores than there are ranks, else None.
 
-    Args:
-        ranks: indexed by rank.
-        node_cores: cores of a node; ranks that may run on all of them are not pinned.
+    Ranks that may run on all `node_cores` of their node are not pinned.
     """
     groups: dict[tuple[str, frozenset[int]], list[int]] = defaultdict(list)
     for rank, pinned in enumerate(ranks):
@@ -192,13 +190,9 @@ _START = 19  # of the fields of /proc/PID/stat behind the name
 
 @dataclass(frozen=True)
 class Process:
-    """A process as nothing else is: numbers are used again, but not with the same time of start.
+    """A process: its number, which is used again, but not with the same time of start (in ticks since the node did).
 
-    Attributes:
-        pid: its number, in its own container.
-        started: when it started, in ticks since the node did.
-        namespace: of process numbers; another one in another container.
-        host: the name of its node.
+    Each container has a namespace of process numbers.
     """
 
     pid: int

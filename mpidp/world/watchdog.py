@@ -99,17 +99,19 @@ ANNOUNCE_S, ANNOUNCE_POLL_S = 2.0, 0.002
 class Watchdog:
     """The watchdog thread of one rank. Construction is collective.
 
+    Where MPI takes no calls from several threads, each rank can only report its own waits.
+
     Args:
         comm: the ranks.
         host: this rank's node.
         node: number of this rank's node.
         guard: ends the job.
-        may_talk: whether MPI takes calls from several threads. If not, each rank can only report its own waits.
     """
 
-    def __init__(self, comm: MPI.Intracomm, host: str, node: int, guard: AbortGuard, may_talk: bool):
+    def __init__(self, comm: MPI.Intracomm, host: str, node: int, guard: AbortGuard):
         self.rank, self.size, self.host, self.guard = comm.rank, comm.size, host, guard
         self.warning_s, self.abort_s = WARNING_S, ABORT_S
+        may_talk = reduced(comm, MPI.Query_thread() == MPI.THREAD_MULTIPLE, MPI.LAND)
         self.mailbox = Mailbox(comm) if may_talk else None
         self._ranks: list[tuple[int, str, Address]] = comm.allgather((node, host, prepare()))
         self._clock, self._last_look = 0.0, time.monotonic()
@@ -172,10 +174,10 @@ class Watchdog:
     @property
     def _silent_s(self) -> float:
         """Seconds without a heartbeat after which a rank counts as silent."""
-        return SILENT_TICKS * self.tick_s
+        return SILENT_TICKS * self._tick_s
 
     @property
-    def tick_s(self) -> float:
+    def _tick_s(self) -> float:
         """Seconds between two checks."""
         soonest = min(limit or float("inf") for limit in (self.warning_s, self.abort_s))
         return min(TICK_S * max(1.0, self.size / RANKS_A_TICK), max(0.05, soonest / 8))
@@ -190,7 +192,7 @@ class Watchdog:
 
     def _look(self) -> None:
         while not self._stop.is_set():
-            self._wake.wait(self.tick_s)
+            self._wake.wait(self._tick_s)
             self._wake.clear()
             self._advance()
             for message in self.mailbox.received() if self.mailbox else ():
@@ -202,7 +204,7 @@ class Watchdog:
         """Advances the clock, which stops while this process does: a suspended job must not end when it is resumed."""
         now = time.monotonic()
         away_s, self._last_look = now - self._last_look, now
-        self._clock += min(away_s, 3 * self.tick_s)
+        self._clock += min(away_s, 3 * self._tick_s)
         if away_s > self._silent_s:
             self._stalls.rest(self._clock)  # waits in messages that arrived meanwhile may be over
 
@@ -235,10 +237,11 @@ class Watchdog:
     def _tell(self) -> None:
         """Sends a heartbeat if there is news, or the last one was sent a while ago."""
         beat, told = self._beat(), self._told
-        is_news = beat.wait_s > self.tick_s or beat.has_left or bool(told.wait) != bool(beat.wait)
-        is_news = is_news or beat.is_long != told.is_long
-        is_news = is_news or (beat.is_long and beat.phase != told.phase)
-        if is_news or self._clock - self._told_at > QUIET_TICKS * self.tick_s:
+        is_news = (
+            *(beat.wait_s > self._tick_s, beat.has_left, bool(told.wait) != bool(beat.wait)),
+            *(beat.is_long != told.is_long, beat.is_long and beat.phase != told.phase),
+        )
+        if any(is_news) or self._clock - self._told_at > QUIET_TICKS * self._tick_s:
             for observer in {0, self.size - 1}:
                 self._send(observer, "heartbeat", beat)
             self._told, self._told_at = beat, self._clock  # now: `announce` waits for it
@@ -247,24 +250,16 @@ class Watchdog:
         wait = status.longest_wait()
         if wait is not self._first_seen[0]:
             self._first_seen = wait, self._clock
-        beat = Heartbeat(
-            self.rank,
-            self.host,
-            status.step,
-            status.phase,
-            time.monotonic() - status.since,
-            status.is_long,
-            status.has_left,
-        )
+        phase_s = time.monotonic() - status.since
+        beat = Heartbeat(self.rank, self.host, status.step, status.phase, phase_s, status.is_long, status.has_left)
         wait_s = self._clock - self._first_seen[1]
-        if wait is None or wait_s < self.tick_s:
+        if wait is None or wait_s < self._tick_s:
             return beat
         return replace(beat, wait=wait.name, wait_ranks=wait.ranks, wait_s=wait_s, site=call_site(wait.thread))
 
     def _seen(self) -> list[Seen]:
-        silent_s = self._silent_s
-        ages = {rank: self._clock - heard for rank, (_, heard) in self._beats.items()}
-        return [Seen(beat, ages[rank], ages[rank] > silent_s) for rank, (beat, _) in sorted(self._beats.items())]
+        ages = [(beat, self._clock - heard) for _, (beat, heard) in sorted(self._beats.items())]
+        return [Seen(beat, age_s, age_s > self._silent_s) for beat, age_s in ages]
 
     def _watch(self) -> None:
         self._watch_alone()
@@ -274,7 +269,11 @@ class Watchdog:
         if self.rank != 0 and not seen[0].is_silent:
             self._stalls.rest(self._clock)
             return
-        self._watch_left(seen)
+        left, waiting = deserted(seen, LEFT_S)
+        # A heartbeat that was sent before the rank left proves nothing: the rank may just have made that call.
+        left = [rank for rank in left if self._clock - self._left_at[rank.beat.rank] > LEFT_S + 2 * self._tick_s]
+        if left:
+            self._end_job(report_left(left, waiting))
         self._stalls.look(seen, self._clock, self.warning_s, self.abort_s)
 
     def _watch_alone(self) -> None:
@@ -298,29 +297,21 @@ class Watchdog:
         else:
             self._has_warned = False
 
-    def _watch_left(self, seen: list[Seen]) -> None:
-        """Ends the job when ranks wait for one that has left."""
-        left, waiting = deserted(seen, LEFT_S)
-        # A heartbeat that was sent before the rank left proves nothing: the rank may just have made that call.
-        left = [rank for rank in left if self._clock - self._left_at[rank.beat.rank] > LEFT_S + 2 * self.tick_s]
-        if left:
-            self._end_job(report_left(left, waiting))
-
     def _say(self, text: str) -> None:
         log.info("%s", text)
         self.guard.tell(text)
 
     def _end_job(self, text: str) -> None:
-        try:
+        with self.guard.aborting(1):
             self._say(text)
-        finally:
-            self.guard.abort(1)
 
 
 _exit_barriers: list[ExitBarrier] = []
 
 
-def watch_rank(comm: MPI.Intracomm, host: str, node: int, guard: AbortGuard) -> Watchdog:
+def watch_rank(
+    comm: MPI.Intracomm, host: str, node: int, guard: AbortGuard, former: Watchdog | None = None
+) -> Watchdog:
     """Starts this rank's watchdog, its exit barrier, and the handlers that end the job at a signal. Collective.
 
     Args:
@@ -328,33 +319,17 @@ def watch_rank(comm: MPI.Intracomm, host: str, node: int, guard: AbortGuard) -> 
         host: this rank's node.
         node: number of this rank's node.
         guard: ends the job.
+        former: the watchdog of the ranks before some have died; it ends, and its barrier and handlers go on.
     """
-    may_talk = bool(reduced(comm, MPI.Query_thread() == MPI.THREAD_MULTIPLE, MPI.LAND))
-    EndAtSignal(guard)
-    watchdog = Watchdog(comm, host, node, guard, may_talk)
+    if former is not None:
+        former.stop()
+    watchdog = Watchdog(comm, host, node, guard)
     guard.before_abort, status.announce = watchdog.silence, watchdog.announce
-    _exit_barriers.append(ExitBarrier(watchdog))
-    return watchdog
-
-
-def watch_again(
-    before: Watchdog | None, comm: MPI.Intracomm, host: str, node: int, guard: AbortGuard
-) -> Watchdog | None:
-    """Starts a new watchdog on the ranks that are left after some have died. Collective over these.
-
-    Args:
-        before: the former watchdog, which ends; None where there was none, and then there is no new one either.
-        comm: the ranks, as in `watch_rank`.
-        host: likewise.
-        node: likewise.
-        guard: likewise.
-    """
-    if before is None:
-        return None
-    before.stop()
-    watchdog = Watchdog(comm, host, node, guard, may_talk=before.mailbox is not None)
-    watchdog.configure(before.warning_s, before.abort_s)
-    guard.before_abort, status.announce = watchdog.silence, watchdog.announce
-    for exit_barrier in _exit_barriers:
-        exit_barrier.watchdog = watchdog
+    if former is None:
+        EndAtSignal(guard)
+        _exit_barriers.append(ExitBarrier(watchdog))
+    else:
+        watchdog.configure(former.warning_s, former.abort_s)
+        for exit_barrier in _exit_barriers:
+            exit_barrier.watchdog = watchdog
     return watchdog

@@ -331,14 +331,7 @@ def resolve_world(world: World | None, what: str) -> World:
 
 
 def weighed(loss: Tensor, here: int, everywhere: int, size: int) -> Tensor:
-    """Return `loss` (scalar) scaled by its share; without anything here, a zero that gives no gradient.
-
-    Args:
-        loss: the mean over `here` things.
-        here: how many things this rank has.
-        everywhere: how many all ranks have.
-        size: number of ranks.
-    """
+    """Return `loss`, the mean over `here` things, scaled by its share; 0 without gradient where nothing is here."""
     if here == 0:
         return cast(Tensor, _NoGradient.apply(loss))  # type: ignore[no-untyped-call]
     # Bit for bit the user's own loss where there is nothing to scale.

@@ -125,7 +125,7 @@ def test_too_few_are_left(place: Path) -> None:
     """Behaviour 31: the job ends, with the reason, as it would without fault tolerance."""
     trained = train(place, 2, "1:reduce:4", ("--train.min-ranks", "2"))
     assert trained.result.code == 1
-    assert "1 ranks are left, and 2 were asked for" in trained.result.output
+    assert "only 1 rank left, and min_ranks is 2" in trained.result.output
 
 
 def test_without_support_the_option_says_so(place: Path) -> None:

@@ -60,14 +60,14 @@ def test_errors_that_name_each_other_end_the_search() -> None:
     assert not mpi.is_loss(one)
 
 
-def test_freed_communicators_are_forgotten() -> None:
+def test_freed_communicators_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behaviour 31: to revoke what was freed would crash."""
-    before = len(mpi._open)
-    comm = object()
-    mpi.opened(comm)  # type: ignore[arg-type]
-    assert len(mpi._open) == before + 1
-    mpi.closed(comm)  # type: ignore[arg-type]
-    assert len(mpi._open) == before
+    before = {*mpi._open}
+    comm = mpi.opened(mpi.WatchedComm())
+    assert {*mpi._open} == {*before, id(comm)}
+    monkeypatch.setattr(mpi, "_is_elastic", True)  # so that MPI itself is not asked
+    comm.Free()
+    assert {*mpi._open} == before
 
 
 def test_memory_that_messages_use_outlives_its_owner_at_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,7 @@ def test_a_thousand_missing_ranks_are_no_thousand_stacks() -> None:
     ranks = [seen(0, 70.0), *(seen(rank) for rank in range(1, 1000))]
     lines = report(ranks, {}, 70.0, "The end.").splitlines()
     assert len(lines) < 15
-    assert "ranks 1-999 do not arrive" in lines[0] and "(and 991 ranks more)" in lines[-2]
+    assert "ranks 1-999 do not arrive" in lines[0] and "(and 991 more)" in lines[-2]
     assert len(waits([seen(0, 5.0)])) == 1
 
 
