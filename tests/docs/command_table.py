@@ -60,6 +60,8 @@ TABLE: dict[str, dict[str, Run | Elsewhere | NotHere]] = {
     "README.md": {
         "make demo": Run("Everything is in runs/digits.", (("make", "make -o .venv/installed"),)),
         "make test": Elsewhere(".ci/run::make test"),
+        "make docs": Elsewhere(".ci/run::make docs"),
+        "mpidp report runs/digits": Run("runs/digits/report.html: digits to step 368"),
         "mpidp train jobs/digits.toml --help": Run("--optimizer.lr {} 0.003"),
         "mpiexec -n 4 mpidp train jobs/digits.toml --train.epochs=30 --optimizer.lr=1e-3": Run(
             "Trained 46 steps on 4 ranks", (("epochs=30", "epochs=2"),)
@@ -77,9 +79,6 @@ TABLE: dict[str, dict[str, Run | Elsewhere | NotHere]] = {
             "#SBATCH --nodes=2 {} #SBATCH --gpus-per-node=4 {} #SBATCH --requeue {} srun -K --mpi=pmi2"
         ),
         "mpidp status runs/digits": Run("state: {} done; {} step: {} 368 of 368"),
-        "mpiexec --with-ft ulfm": Elsewhere(SHRINK),
-        "mpiexec -n 4 python jobs/own_loop.py": Run("epoch 5: loss 0."),
-        "python jobs/own_loop.py": Run("resumed from runs/own_loop/step_{}: step {}, epoch 5"),  # behind the other
         "module load ...; pip install '.[codecs]'": MODULES,
     },
     "docs/howto/checkpoints.md": {
