@@ -151,8 +151,8 @@ TABLE: dict[str, dict[str, Run | Elsewhere | NotHere]] = {
     "docs/reference/loader.md": {
         "pip install 'mpidp[codecs]'": REGISTRY,
         "mpidp data inspect FILE": Run("data/digits.h5", (("FILE", "data/digits.h5"),)),
-        "mpidp bench loader FILE --against dataloader": Run(
-            "h5py", (("FILE", "data/digits.h5 --samples 300 --repeats 1 --shuffles streams"),)
+        "mpidp bench loader FILE": Run(
+            "mpidp streams", (("FILE", "data/digits.h5 --samples 300 --repeats 1 --shuffles streams"),)
         ),
     },
     "docs/reference/logging.md": {

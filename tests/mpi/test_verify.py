@@ -7,8 +7,7 @@ import pytest
 
 import mpidp
 from mpidp.hdf5.files.file import open_file
-from mpidp.tools.data.scan import Scan
-from mpidp.tools.data.verify import verify_file
+from mpidp.tools.data.verify import Scan, verify_file
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from bad_data import damage, write_bad_values, write_sound

@@ -11,7 +11,6 @@ from mpidp.cli import main
 from mpidp.errors import MpidpError
 from mpidp.hdf5.files.describe import describe
 from mpidp.tools.bench.loader import _passes
-from mpidp.tools.bench.loader_baselines import BatchDataset, LazyDataset, data_loader, whole_chunks
 
 ROWS = 300
 
@@ -71,26 +70,6 @@ def test_a_table_with_one_order_and_a_cold_cache(path: Path, capsys: pytest.Capt
 )
 def test_options_that_cannot_be(path: Path, words: list[str]) -> None:
     assert main(["bench", "loader", str(path), "--global-batch=50", *words]) != 0
-
-
-@pytest.mark.parametrize("whole_batches", [False, True])
-def test_baselines_read_each_row_once(path: Path, whole_batches: bool) -> None:
-    """A comparison with something that reads less would be worth nothing."""
-    loader = data_loader(str(path), ("x", "y"), ROWS, 64, ROWS, workers=0, whole_batches=whole_batches)
-    batches = list(loader)
-    rows = np.concatenate([batch["y"].numpy() for batch in batches])
-    assert sorted(rows) == list(range(ROWS))
-    assert rows.tolist() != list(range(ROWS))
-    x = np.concatenate([batch["x"].numpy() for batch in batches])
-    np.testing.assert_array_equal(x[:, 0], rows * 6)
-
-
-def test_the_other_baselines(path: Path) -> None:
-    rows = np.concatenate([chunk["y"].numpy() for chunk in whole_chunks(str(path), ("x", "y"), 32, ROWS)])
-    assert rows.tolist() == list(range(ROWS))
-    assert len(LazyDataset(str(path), ("x",), ROWS)) == ROWS
-    (batch,) = BatchDataset(str(path), ("y",), ROWS).__getitems__([5, 2, 9])
-    assert batch["y"].tolist() == [5, 2, 9]
 
 
 def test_a_side_that_reads_something_else_is_refused(path: Path) -> None:

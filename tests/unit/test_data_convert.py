@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from mpidp.errors import DataError
 from mpidp.hdf5.write import LEVELS, Filters, NewDataset, encode, parse_filters
+from mpidp.tools.data.convert import Layout, default_chunk_rows, make_plan
 from mpidp.tools.data.hdf5_source import HDF5Source
-from mpidp.tools.data.make import SyntheticSource
-from mpidp.tools.data.plan import Layout, default_chunk_rows, make_plan
+from mpidp.tools.data.source import SyntheticSource
 
 ROWS = 103
 DTYPES = ("?", "i1", "u2", ">i4", "i8", "u8", "f2", "<f4", ">f8", "c8", "S5")
@@ -292,7 +292,7 @@ BAD_SOURCES = {
     "objects": (lambda folder: _npy(folder, np.array([{}, []], object)), "cannot be read as .npy"),
     "unicode": (lambda folder: _npy(folder, np.array(["a"])), "has type <U1"),
     "scalar": (lambda folder: _npy(folder, np.float32(1)), "single value"),
-    "no values": (lambda folder: _npy(folder, np.zeros((3, 0))), "hold no values"),
+    "no values": (lambda folder: _npy(folder, np.zeros((3, 0))), "has rows of shape .* without values"),
     "holes": (_holes, "1 of its 2 chunks was never written"),
     "damaged": (_damaged, r'dataset "x", rows 300 to 399 cannot be read; mpidp data verify'),
     "virtual": (_virtual, "virtual dataset over .*gone.h5; --expand-external"),

@@ -9,7 +9,7 @@ from data_files import assert_same, error_of, leftovers, read, run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpidp.tools.data.make import SyntheticSource
+from mpidp.tools.data.source import SyntheticSource
 
 LABELS = [7, 5, 3, 5]
 VALUES = [[-0.06676984, -0.21670157], [-1.4042681, 0.17056254], [0.19273648, -1.159985], [-0.7571806, 0.93483627]]

@@ -18,7 +18,7 @@ from mpidp.tools.doctor.check_machine import (
     ranges,
 )
 from mpidp.tools.doctor.check_mpi import check_before_start, check_launch, check_mpi
-from mpidp.tools.doctor.checks import check, check_clocks, check_measured
+from mpidp.tools.doctor.doctor import check, check_clocks, check_measured
 from mpidp.tools.doctor.facts import RankFacts, Versions
 from mpidp.tools.doctor.finding import Finding, Level
 from mpidp.tools.doctor.machine import Cores, DataFile, Gpu, Gpus, Memory, parse_cores

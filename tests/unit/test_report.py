@@ -16,7 +16,7 @@ from report_page import SVG, assert_drawn, curve, drawings, page_of, stopped_run
 from small_runs import records, small_run
 
 from mpidp.tools.report.curves import _columns, events, gaps, panels, phases_of
-from mpidp.tools.report.run import read
+from mpidp.tools.report.report import read
 from mpidp.tools.report.tables import facts, numbers
 
 

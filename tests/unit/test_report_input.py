@@ -20,8 +20,7 @@ from small_runs import records
 
 from mpidp.cli import main
 from mpidp.errors import ConfigError
-from mpidp.tools.report.report import labels, report
-from mpidp.tools.report.run import _covered_us, read_trace
+from mpidp.tools.report.report import _covered_us, labels, read_trace, report
 from mpidp.tools.status import status
 
 # Nothing but numpy and matplotlib may be met on a login node.

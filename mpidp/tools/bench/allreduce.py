@@ -7,7 +7,7 @@ whatever the order of summation, so the result of each side is held against arit
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from ipaddress import ip_address
@@ -23,8 +23,9 @@ from mpidp.reduce.buckets import Buckets, Reducer
 from mpidp.reduce.choice import REDUCERS, Facts, choose
 from mpidp.reduce.transport import ReducerOptions
 from mpidp.tools.bench.options import BUFFER_ITEMSIZE, AllreduceOptions, parse_variant
-from mpidp.tools.bench.timing import Row, Side, Times, measure
+from mpidp.tools.bench.timing import Row, Side, Times, measure, report
 from mpidp.world.mpi import MPI
+from mpidp.world.start import init
 from mpidp.world.world import World
 
 TIMEOUT = timedelta(seconds=300)
@@ -101,6 +102,21 @@ def _store(world: World, address: str) -> TCPStore:
     store = connect(0) if world.rank == 0 else None
     port = world.broadcast(None if store is None else store.port)
     return connect(port) if store is None else store
+
+
+def bench_allreduce(options: AllreduceOptions) -> str:
+    """Time reductions on all ranks and return the report: JSON in one line, or a table. Collective.
+
+    Raises:
+        ConfigError: an unknown name, before MPI is started.
+        MpidpError: a side whose results are wrong, or that cannot work here.
+    """
+    for name in options.reducers:
+        parse_variant(name, NAMES)
+    world = init()
+    with nullcontext() if options.against == "none" else gloo(world):
+        rows = allreduce_rows(options, world)
+    return report("allreduce", options, world, rows, COLUMNS)
 
 
 def allreduce_rows(options: AllreduceOptions, world: World, device: torch.device | None = None) -> list[Row]:

@@ -1,15 +1,11 @@
-"""`mpidp bench loader`: the speed of the loader on a file, compared with other loaders and the machine's limits.
+"""`mpidp bench loader`: the speed of the loader on a file, compared with the machine's limits.
 
-Every side reads the same number of rows, checks what it read once, and takes turns with the others. Times are
-of one process; what workers burn counts in the processor time.
+Every side reads the same number of rows and takes turns with the others. Times are of one process.
 """
 
 import gc
 import json
 import os
-import resource
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,12 +22,12 @@ from mpidp.errors import MpidpError
 from mpidp.hdf5.dataset import DataSet
 from mpidp.hdf5.decode import RawFiles
 from mpidp.hdf5.files.describe import absolute_paths, describe
+from mpidp.hdf5.files.file import open_file
 from mpidp.hdf5.filters import Scratch, inflater, undo
 from mpidp.hdf5.loader import HDF5Loader
 from mpidp.hdf5.memory_budget import chunks_in_a_batch
 from mpidp.hdf5.order import Shuffle
 from mpidp.hdf5.read import decoding
-from mpidp.tools.bench.loader_baselines import data_loader, one_row, whole_chunks
 from mpidp.tools.bench.options import LoaderOptions
 from mpidp.tools.table import table
 from mpidp.world.world import World
@@ -42,7 +38,10 @@ _LIMITS = {"of_ceiling": "ceiling", "of_raw_read": "raw read"}
 
 @dataclass(frozen=True)
 class Side:
-    """One way to read `rows` rows: `run` does it once; `rest` ends what goes on in the background, untimed."""
+    """One way to read `rows` rows: `run` does it once; `rest` ends what goes on in the background, untimed.
+
+    `cpu_s` is a count of the processor seconds that it uses.
+    """
 
     name: str
     rows: int
@@ -50,15 +49,21 @@ class Side:
     run: Callable[[], None]
     chunks_per_batch: float | None = None
     rest: Callable[[], None] = lambda: None
+    cpu_s: Callable[[], float] = time.process_time
 
 
-def bench_loader(options: LoaderOptions) -> str:
+MakeSides = Callable[[DataSet, int, ExitStack], list[Side]]
+
+
+def bench_loader(options: LoaderOptions, more: MakeSides = lambda dataset, rows, stack: []) -> str:
     """Measure and return the report: JSON in one line, or a table.
+
+    `more` returns further sides, as `benchmarks/loader.py` has them, for so many rows of the data.
 
     In JSON each row has medians over the repeats: `samples_per_s`, with its least and greatest; `decoded_mb_per_s`,
     10^6 bytes of rows in memory; `of_ceiling`, the rate as a share of decoding alone on as many threads, of the same
-    repeat; `of_raw_read`, likewise of reading the stored bytes; `cpu_s_per_gb`, processor seconds, those of workers
-    too, for 10^9 bytes in memory.
+    repeat; `of_raw_read`, likewise of reading the stored bytes; `cpu_s_per_gb`, processor seconds for 10^9 bytes in
+    memory.
 
     Raises:
         DataError: a file that cannot be used.
@@ -72,8 +77,7 @@ def bench_loader(options: LoaderOptions) -> str:
     with ExitStack() as stack:
         sides = _limits(dataset, rows, threads, stack)
         sides += _loaders(options, dataset, path, threads, stack)
-        if options.against == "dataloader":
-            sides += _baselines(options, dataset, path, rows, stack)
+        sides += more(dataset, rows, stack)
         rates, cpu_s = _measure(sides, options.repeats, path if options.cold else None)
     measured = [_row(side, rates, cpu_s) for side in sides]
     facts = {
@@ -141,29 +145,6 @@ def _loaders(options: LoaderOptions, dataset: DataSet, path: str, threads: int, 
     return sides
 
 
-def _baselines(options: LoaderOptions, dataset: DataSet, path: str, rows: int, stack: ExitStack) -> list[Side]:
-    names = [field.dataset for field in dataset.fields]
-    chunk_rows = dataset.files[0].range_rows
-    sides = []
-    for whole_batches in (False, True):
-        for workers in (0, 2):
-            # The slow ones read fewer rows, or they alone would take the time.
-            few = rows if whole_batches else max(options.global_batch, rows // 4)
-            loader = data_loader(path, names, dataset.num_rows, options.global_batch, few, workers, whole_batches)
-            name = f"DataLoader, {'batches' if whole_batches else 'rows'}, {workers} workers"
-            sides.append(Side(name, few, dataset.row_bytes, partial(_drain, loader.__iter__)))
-    # HDF5 shares its chunk cache between all openings of a file in a process, so this side gets a file of its own.
-    copy = os.path.join(stack.enter_context(tempfile.TemporaryDirectory()), os.path.basename(path))
-    shutil.copyfile(path, copy)
-    run = partial(_drain, partial(whole_chunks, copy, names, chunk_rows, rows))
-    return [*sides, Side("h5py, whole chunks in file order", rows, dataset.row_bytes, run)]
-
-
-def _drain(make: Callable[[], Iterator[Any]]) -> None:
-    for _ in make():
-        pass
-
-
 def _endless(loader: HDF5Loader) -> Iterator[Any]:
     while True:
         yield from loader
@@ -188,11 +169,11 @@ def _passes(make: Callable[[], Iterator[Any]], rows: int, dataset: DataSet, path
 
 def _check(batch: Any, dataset: DataSet, path: str) -> None:
     """Raise `MpidpError` unless rows of the batch are what the plainest reading of the file gives."""
-    for place, row in enumerate(batch.indices[:_CHECKED_ROWS].tolist()):
-        plain = one_row(path, [field.dataset for field in dataset.fields], row)
-        for field in dataset.fields:
-            if not np.array_equal(batch[field.name][place].numpy(), plain[field.dataset]):
-                raise MpidpError(f'row {row} of "{field.name}" differs from what h5py reads')
+    with open_file(path, 0) as file:
+        for place, row in enumerate(batch.indices[:_CHECKED_ROWS].tolist()):
+            for field in dataset.fields:
+                if not np.array_equal(batch[field.name][place].numpy(), file[field.dataset][row]):
+                    raise MpidpError(f'row {row} of "{field.name}" differs from what h5py reads')
 
 
 def _measure(
@@ -206,11 +187,11 @@ def _measure(
             if drop is not None:
                 _drop_from_page_cache(drop)
             gc.collect()
-            start_s, start_cpu_s = time.perf_counter(), _cpu_s()
+            start_s, start_cpu_s = time.perf_counter(), side.cpu_s()
             side.run()
             if repeat >= 0:
                 rates[side.name].append(side.rows / (time.perf_counter() - start_s))
-                cpu_s[side.name].append(_cpu_s() - start_cpu_s)
+                cpu_s[side.name].append(side.cpu_s() - start_cpu_s)
             side.rest()
     return rates, cpu_s
 
@@ -221,29 +202,6 @@ def _drop_from_page_cache(path: str) -> None:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
-
-
-def _cpu_s() -> float:
-    """Return processor seconds of this process and of the live and ended children whose times it can see."""
-    own = resource.getrusage(resource.RUSAGE_SELF)
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    total = own.ru_utime + own.ru_stime + ended.ru_utime + ended.ru_stime
-    ticks = os.sysconf("SC_CLK_TCK")
-    for child in _children():
-        fields = child.rpartition(")")[2].split()
-        total += (int(fields[11]) + int(fields[12])) / ticks
-    return total
-
-
-def _children() -> Iterator[str]:
-    import multiprocessing
-
-    for process in multiprocessing.active_children():
-        try:
-            with open(f"/proc/{process.pid}/stat", encoding="ascii", errors="replace") as stat:
-                yield stat.read()
-        except FileNotFoundError:  # it has just ended, and counts among the ended
-            continue
 
 
 def _row(side: Side, rates: dict[str, list[float]], cpu_s: dict[str, list[float]]) -> dict[str, Any]:

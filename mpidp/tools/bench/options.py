@@ -67,7 +67,7 @@ class StepOptions:
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """Time how one process reads an HDF5 file, beside what the machine allows and what others do. Starts no MPI."""
+    """Time how one process reads an HDF5 file, beside what the machine allows. Starts no MPI."""
 
     file: Annotated[str, Arg("FILE", positional=True)]
     """The HDF5 file."""
@@ -77,10 +77,8 @@ class LoaderOptions:
     """Samples of a batch."""
     shuffles: Names = ("streams", "full", "none")
     """Orders of mpidp's loader to time."""
-    against: Literal["none", "dataloader"] = "none"
-    """Time torch's DataLoader over h5py, in the usual forms, and h5py alone, in the same run."""
     samples: int = 120_000
-    """Samples of a repeat; mpidp goes on into the next epochs, the others read at most those of the file."""
+    """Samples of a repeat; the loader continues into the next epochs, the limits read at most those of the file."""
     threads: int = 0
     """Threads of mpidp's loader; 0 for the cores of this process."""
     cold: bool = False

@@ -5,6 +5,7 @@ is 0, which costs the same and keeps the weights, so that every step of every si
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -18,11 +19,12 @@ from mpidp.errors import MpidpError
 from mpidp.models.gpt import gpt
 from mpidp.models.mlp import mlp
 from mpidp.reduce.choice import REDUCERS
-from mpidp.tools.bench.allreduce import ddp
+from mpidp.tools.bench.allreduce import ddp, gloo
 from mpidp.tools.bench.options import StepOptions, parse_variant
-from mpidp.tools.bench.timing import Row, Side, Times, measure
+from mpidp.tools.bench.timing import Row, Side, Times, measure, report
 from mpidp.train.data_parallel import DataParallel
 from mpidp.world.mpi import MPI
+from mpidp.world.start import init
 from mpidp.world.world import World
 
 SEED = 0
@@ -95,12 +97,23 @@ UNREDUCED = ("null", "plain")  # what others are compared with, the first that i
 RELATIVE_TOLERANCE = 1e-4
 
 
-def step_rows(options: StepOptions, world: World) -> list[Row]:
-    """Measure the model's step under every name. Collective; inside `gloo` when DDP is asked for.
+def bench_step(options: StepOptions) -> str:
+    """Time training steps on all ranks and return the report: JSON in one line, or a table. Collective.
 
     Raises:
+        ConfigError: an unknown name, before MPI is started.
         MpidpError: wrong gradients; a reducer that cannot work here.
     """
+    for name in options.reducers:
+        parse_variant(name, NAMES)
+    world = init()
+    with nullcontext() if options.against == "none" else gloo(world):
+        rows = step_rows(options, world)
+    return report("step", options, world, rows, COLUMNS)
+
+
+def step_rows(options: StepOptions, world: World) -> list[Row]:
+    """Measure the model's step under every name. Collective; inside `gloo` when DDP is asked for."""
     names = [*options.reducers, *(["ddp"] if options.against == "ddp" else [])]
     return compare_steps(make_workload(options.model, options.scale, world), names, options.repeats, world)
 

@@ -1,12 +1,16 @@
-"""Timing of alternatives in turn, after a check that each gives the right result."""
+"""Times of alternatives that take turns, each after a check that its result is right; and their report."""
 
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 
+from mpidp.tools.bench.options import AllreduceOptions, StepOptions
+from mpidp.tools.table import table
 from mpidp.world.mpi import MPI
 from mpidp.world.world import World
 
@@ -14,11 +18,6 @@ Row = dict[str, str | int | float | None]
 
 # The first call of a kind allocates and connects, and a mistake in what it leaves behind shows only in the second.
 CHECKED_CALLS = 2
-
-
-def no_meter() -> float:
-    """The meter of work that counts nothing."""
-    return 0.0
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Side:
     run: Callable[[], object]
     check: Callable[[], None]
     calls: int = 1
-    meter: Callable[[], float] = no_meter
+    meter: Callable[[], float] = lambda: 0.0
 
 
 @dataclass(frozen=True)
@@ -95,3 +94,66 @@ def _finish(device: torch.device) -> None:
     """Waits for what is queued on a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def report(
+    kind: str,
+    options: AllreduceOptions | StepOptions,
+    world: World,
+    rows: Sequence[Row],
+    columns: Mapping[str, tuple[str, float]],
+) -> str:
+    """Return one line of JSON, with the facts of the job and `rows`, or a table.
+
+    Args:
+        kind: the name of the benchmark.
+        options: as given on the command line.
+        world: the ranks.
+        rows: what was measured; None where a figure has no meaning.
+        columns: header of a column of the table -> the figure's key in a row, and what to multiply it with.
+    """
+    device = world.device
+    facts = {
+        "kind": kind,
+        "ranks": world.size,
+        "nodes": world.num_nodes,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "mpi": " ".join(MPI.Get_library_version().splitlines()[0].strip("\0").split()),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "repeats": options.repeats,
+    }
+    return json.dumps({**facts, "rows": rows}) if options.json else _text(facts, rows, columns)
+
+
+def _text(facts: Mapping[str, Any], rows: Sequence[Row], columns: Mapping[str, tuple[str, float]]) -> str:
+    ranks, nodes, threads = (_count(facts[f"{noun}s"], noun) for noun in ("rank", "node", "thread"))
+    heading = (
+        f"{facts['kind']}: {ranks} on {nodes}, {facts['device']}, {threads} a rank, {facts['repeats']} repeats\n"
+        f"{facts['mpi']}, torch {facts['torch']}"
+    )
+    cells = [[_label(row), *(_cell(row[key], factor) for key, factor in columns.values())] for row in rows]
+    return f"{heading}\n{table(['name', *columns], cells)}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+class _Fixed(float):
+    """A number that prints with three decimals, so that a column's points stand below each other; NaN is a dash."""
+
+    def __str__(self) -> str:
+        return "-" if self != self else f"{self:.3f}"
+
+
+def _cell(value: str | int | float | None, factor: float) -> object:
+    if value is None:
+        return _Fixed("nan")
+    return _Fixed(value * factor) if isinstance(value, float) else value
+
+
+def _label(row: Row) -> str:
+    """The row's name, and in parentheses what "auto" chose."""
+    chosen = row.get("chosen")
+    return str(row["name"]) if chosen in (None, row["name"]) else f"{row['name']} ({chosen})"

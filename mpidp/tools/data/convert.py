@@ -1,31 +1,187 @@
 """`mpidp data convert` and `make`: write an HDF5 file from a source, whole or not at all.
 
-Until it is complete it lies beside the target, in a folder TARGET.*.part with what a source had to unpack.
+The plan cuts the conversion into tasks, which threads read and compress. Until the file is complete it lies beside the
+target, in a folder TARGET.*.part with what a source had to unpack.
 """
 
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
+
+import numpy as np
 
 from mpidp.errors import ConfigError, DataError
 from mpidp.hdf5.files.file import open_file
-from mpidp.hdf5.plan import check_seed
-from mpidp.hdf5.write import EncodedChunk, encode, parse_filters, write_file
+from mpidp.hdf5.plan import Bijection, IntArray, check_seed
+from mpidp.hdf5.write import MOST_CHUNK_BYTES, EncodedChunk, Filters, NewDataset, encode, parse_filters, write_file
 from mpidp.tools.data.csv import CsvSource
 from mpidp.tools.data.hdf5_source import HDF5Source
-from mpidp.tools.data.images import ImageOptions, ImageSource
-from mpidp.tools.data.make import SyntheticSource
+from mpidp.tools.data.images import ImageSource
 from mpidp.tools.data.options import ConvertOptions, MakeOptions, Written
-from mpidp.tools.data.plan import Layout, Plan, Task, make_plan
-from mpidp.tools.data.source import Source, open_npy, open_npz
+from mpidp.tools.data.source import Source, SourceField, SyntheticSource, open_npy, open_npz
 from mpidp.tools.table import Ticker, size_text
 from mpidp.world.record_file import flush_folder
+
+DEFAULT_CHUNK_BYTES = 512 << 10
+# Small files get smaller chunks, down to this: streams and ranks need some chunks to share.
+SMALL_CHUNK_BYTES, ENOUGH_CHUNKS = 16 << 10, 64
+# A task is long beside the time to start it, and short beside the memory of any machine.
+TASK_BYTES = 4 << 20
+# So many chunks of the source are in a task, of which the first and the last may belong to two tasks.
+READ_STRETCHES = 4
+# Rows as they came, rows shuffled, the part of the source being read, and results of this task and of one that waits.
+COPIES = 5
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the file is to be written; `chunk_rows` and `chunk_bytes` are 0 where the default is wanted."""
+
+    filters: Filters
+    chunk_rows: int = 0
+    chunk_bytes: int = 0
+    shuffle_seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Fields with equal numbers of rows, by number. They have chunks of equal height and are made together."""
+
+    fields: tuple[int, ...]
+    row_bytes: int
+    num_rows: int
+    chunk_rows: int
+    task_rows: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """Rows [start, stop) of the target, of all fields of a group; `start` begins a chunk."""
+
+    group: Group
+    start: int
+    stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its rows before they are compressed."""
+        return (self.stop - self.start) * self.group.row_bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is written where."""
+
+    datasets: tuple[NewDataset, ...]
+    groups: tuple[Group, ...]
+    layout: Layout
+
+    @cached_property
+    def tasks(self) -> tuple[Task, ...]:
+        """All tasks, in the order of the target's rows."""
+        return tuple(
+            Task(group, start, min(start + group.task_rows, group.num_rows))
+            for group in self.groups
+            for start in range(0, group.num_rows, group.task_rows)
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rows before they are compressed."""
+        return sum(group.num_rows * group.row_bytes for group in self.groups)
+
+    def rows(self, task: Task) -> IntArray:
+        """Return the source's rows (int64) that become rows [start, stop) of the target."""
+        places = np.arange(task.start, task.stop, dtype=np.int64)
+        if self.layout.shuffle_seed is None:
+            return places
+        return Bijection(task.group.num_rows, self.layout.shuffle_seed, 0)(places)
+
+
+def make_plan(source: Source, layout: Layout, memory_bytes: int, workers: int) -> Plan:
+    """Cut a conversion into tasks.
+
+    Raises:
+        ConfigError: rows of datasets of different length cannot be shuffled together.
+        DataError: a field without values, names that exclude each other, or a row too large for a chunk.
+    """
+    fields = source.fields
+    for field in fields:
+        if field.row_bytes == 0:
+            raise DataError(f'dataset "{field.name}" has rows of shape {field.shape} without values; leave it out')
+        clash = [other.name for other in fields if other.name.startswith(f"{field.name}/")]
+        if clash:
+            raise DataError(f'"{field.name}" and "{clash[0]}" cannot both be in an HDF5 file; choose by --fields')
+    lengths = {field.name: field.num_rows for field in fields}
+    if layout.shuffle_seed is not None and len(set(lengths.values())) > 1:
+        found = ", ".join(f'"{name}" has {length}' for name, length in lengths.items())
+        raise ConfigError(
+            f"--shuffle-rows needs datasets of one length: {found}. Convert those that belong together by --fields."
+        )
+    most_bytes = memory_bytes // (COPIES * workers)
+    groups: list[Group] = []
+    for length in dict.fromkeys(lengths.values()):
+        members = tuple(number for number, field in enumerate(fields) if field.num_rows == length)
+        groups.append(_group(members, [fields[number] for number in members], layout, most_bytes))
+    chunk_rows = {number: group.chunk_rows for group in groups for number in group.fields}
+    datasets = tuple(
+        NewDataset(
+            field.name,
+            (field.num_rows, *field.shape),
+            field.dtype,
+            chunk_rows[number],
+            field.type_name or str(field.dtype),
+            field.like,
+            field.fill,
+        )
+        for number, field in enumerate(fields)
+    )
+    return Plan(datasets, tuple(groups), layout)
+
+
+def default_chunk_rows(num_rows: int, row_bytes: int) -> int:
+    """Return the chunk height that is used where the user names none."""
+    usual = DEFAULT_CHUNK_BYTES // row_bytes
+    small = max(num_rows // ENOUGH_CHUNKS, SMALL_CHUNK_BYTES // row_bytes)
+    return max(1, min(usual, small, num_rows))
+
+
+def _group(numbers: tuple[int, ...], fields: list[SourceField], layout: Layout, most_bytes: int) -> Group:
+    num_rows = fields[0].num_rows
+    largest = max(fields, key=lambda field: field.row_bytes)
+    chunk_rows = _chunk_rows(largest, layout)
+    row_bytes = sum(field.row_bytes for field in fields)
+    if layout.shuffle_seed is None:
+        # Chunks of the source are decoded whole: where those are large, so are tasks, or most would be done twice.
+        read_bytes = READ_STRETCHES * max(field.read_rows for field in fields) * row_bytes
+        task_bytes = min(max(TASK_BYTES, read_bytes), most_bytes)
+    else:
+        task_bytes = most_bytes
+    return Group(numbers, row_bytes, num_rows, chunk_rows, max(1, task_bytes // (row_bytes * chunk_rows)) * chunk_rows)
+
+
+def _chunk_rows(largest: SourceField, layout: Layout) -> int:
+    """Return the height of the chunks of a group; the field with the largest rows decides."""
+    if layout.chunk_rows:
+        chunk_rows = layout.chunk_rows
+    elif layout.chunk_bytes:
+        chunk_rows = layout.chunk_bytes // largest.row_bytes
+    else:
+        chunk_rows = default_chunk_rows(largest.num_rows, largest.row_bytes)
+    chunk_rows = max(1, min(chunk_rows, largest.num_rows))
+    if chunk_rows * largest.row_bytes > MOST_CHUNK_BYTES:
+        raise DataError(
+            f'dataset "{largest.name}": chunks of {chunk_rows} rows of {largest.row_bytes} bytes are larger than the '
+            f"{MOST_CHUNK_BYTES} bytes that HDF5 allows; ask for less by --chunk-rows, or split the samples"
+        )
+    return chunk_rows
+
 
 MakeSource = Callable[[Path], Source]
 _MOST_NAMED = 10
@@ -66,20 +222,15 @@ def convert(
         source = make_source(Path(scratch.name))
         with closing(source):
             plan = make_plan(source, layout, memory_bytes, workers)
-            written = os.path.join(scratch.name, "whole.h5")
-            _write(source, plan, written, workers)
+            for text in source.remarks:
+                _remark(text)
+            written, chunks = os.path.join(scratch.name, "whole.h5"), _encoded(source, plan, workers)
+            write_file(written, plan.datasets, filters, chunks, source.texts, source.template, _remark)
         if not options.overwrite:
             _check_absent(path)  # once more: it took a while
         os.replace(written, path)
         flush_folder(Path(folder))
     return _summary(path, plan)
-
-
-def _write(source: Source, plan: Plan, path: str, workers: int) -> None:
-    for text in source.remarks:
-        _remark(text)
-    chunks = _encoded(source, plan, workers)
-    write_file(path, plan.datasets, plan.layout.filters, chunks, source.texts, source.template, _remark)
 
 
 def _remark(text: str) -> None:
@@ -242,16 +393,7 @@ def _opener(kind: str, sources: list[str], options: ConvertOptions) -> Callable[
         "npy": lambda scratch: open_npy(sources),
         "npz": lambda scratch: open_npz(path, options.fields, scratch),
         "hdf5": lambda scratch: HDF5Source(path, options.fields, options.expand_external, options.stack_groups),
-        "images": lambda scratch: ImageSource(path, ImageOptions(_size(options.resize), options.mode)),
+        "images": lambda scratch: ImageSource(path, options),
         "csv": lambda scratch: CsvSource(path, options, scratch),
     }
     return openers[kind]
-
-
-def _size(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
-    if found is None:
-        raise ConfigError(f"--resize={text}; expected WIDTHxHEIGHT, such as 224x224.")
-    return int(found[1]), int(found[2])

@@ -3,9 +3,9 @@
 Needs Pillow (extra `images`). Headers are read first, so that sizes that do not agree are known at once.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from mpidp.errors import ConfigError, DataError
 from mpidp.hdf5.plan import IntArray
+from mpidp.tools.data.options import ConvertOptions
 from mpidp.tools.data.source import Source, SourceField, Values
 
 # Pillow's name of how pixels are kept -> type of a value, values of a pixel.
@@ -23,26 +24,18 @@ FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 _MOST_NAMED = 3
 
 
-@dataclass(frozen=True)
-class ImageOptions:
-    """How to read images: the size to bring them to, None for their own, and the mode, None for their own."""
-
-    size: tuple[int, int] | None = None
-    mode: str | None = None
-
-
 class ImageSource(Source):
-    """Images of one size and mode, in the order of class and file name. `size` is width x height."""
+    """Images of one size and mode, in the order of class and file name."""
 
-    def __init__(self, folder: str, options: ImageOptions) -> None:
+    def __init__(self, folder: str, options: ConvertOptions) -> None:
         _pillow()
         self._folder = Path(folder)
-        self._options = options
+        wanted_size = _size(options.resize)
         self._remarks: list[str] = []
         self._classes = sorted(path.name for path in self._folder.iterdir() if path.is_dir() and not _is_hidden(path))
         self._files, labels = self._list()
         self._labels = np.array(labels, np.int64)
-        self._size, self._mode = self._survey()
+        self._size, self._mode = self._survey(wanted_size, options.mode)
 
     @property
     def fields(self) -> tuple[SourceField, ...]:
@@ -94,21 +87,21 @@ class ImageSource(Source):
             self._remarks.append(f"{len(others)} files are no images and left out: {', '.join(others[:3])}{more}")
         return files, labels
 
-    def _survey(self) -> tuple[tuple[int, int], str]:
-        """Return the size and mode that all images have, or are brought to."""
-        size, mode = self._options.size, self._options.mode
+    def _survey(self, wanted_size: tuple[int, int] | None, wanted_mode: str | None) -> tuple[tuple[int, int], str]:
+        """Return the size (width, height) and mode that all images have, or are brought to."""
+        size, mode = wanted_size, wanted_mode
         first = ""
         for name in self._files:
             with self._image(self._folder / name) as image:
                 if not first:
                     first = name
                     size, mode = size or image.size, mode or image.mode
-                if self._options.size is None and image.size != size:
+                if wanted_size is None and image.size != size:
                     raise DataError(
                         f"{self._folder}: {first} is {_size_text(size)}, {name} is {_size_text(image.size)}; all must "
                         "have one size, or be brought to it by --resize=WIDTHxHEIGHT"
                     )
-                if self._options.mode is None and image.mode != mode:
+                if wanted_mode is None and image.mode != mode:
                     raise DataError(
                         f"{self._folder}: {first} has mode {mode}, {name} has {image.mode}; all must have one, or be "
                         "brought to it by --mode=L (grey) or --mode=RGB"
@@ -155,6 +148,15 @@ def _pillow() -> Any:
 
 def _is_hidden(path: Path) -> bool:
     return path.name.startswith(".")
+
+
+def _size(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if found is None:
+        raise ConfigError(f"--resize={text}; expected WIDTHxHEIGHT, such as 224x224.")
+    return int(found[1]), int(found[2])
 
 
 def _size_text(size: tuple[int, int] | None) -> str:

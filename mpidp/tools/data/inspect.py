@@ -18,8 +18,8 @@ from mpidp.hdf5.memory_budget import choose_mixing, choose_shuffle, default_node
 from mpidp.hdf5.order import Order
 from mpidp.hdf5.read import decoding, slow_paths
 from mpidp.printable import listed
+from mpidp.tools.data.convert import default_chunk_rows
 from mpidp.tools.data.options import InspectOptions
-from mpidp.tools.data.plan import default_chunk_rows
 from mpidp.tools.table import size_text, table
 from mpidp.world.system import memory_limit
 

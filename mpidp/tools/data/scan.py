@@ -1,12 +1,12 @@
 """The scan of a dataset's values, chunk by chunk: one rank's share of `mpidp data verify`.
 
-Every chunk is decoded by HDF5 itself, which checks the checksums of fletcher32 and of the compressors on the way.
+Every chunk is decoded by HDF5 itself, which checks the checksums of fletcher32 and of the compressors.
 """
 
 import math
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,6 @@ from mpidp.hdf5.plan import IntArray
 # So much is dealt to a rank at a time, and read at a time where there are no chunks.
 BLOCK_BYTES = 8 << 20
 _INT64_MOST = np.iinfo(np.int64).max
-
-Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
@@ -71,11 +69,6 @@ class Work:
         return math.prod(self.grid)
 
     @property
-    def block_pieces(self) -> int:
-        """Pieces that are dealt to a rank together."""
-        return max(1, BLOCK_BYTES // max(1, self.piece_bytes))
-
-    @property
     def piece_bytes(self) -> int:
         """Bytes of a whole piece in memory."""
         return math.prod(self.piece) * self.row_major_bytes
@@ -89,15 +82,16 @@ class Work:
         """The place of a piece in the grid."""
         return tuple(int(index) for index in np.unravel_index(number, self.grid)) if self.grid else ()
 
-    def slices(self, number: int) -> Slices:
+    def slices(self, number: int) -> tuple[slice, ...]:
         """What a piece covers."""
         bounds = zip(self.place(number), self.piece, self.shape, strict=True)
         return tuple(slice(index * height, min((index + 1) * height, length)) for index, height, length in bounds)
 
     def blocks(self) -> Iterator[range]:
-        """The numbers of the pieces of each block."""
-        for start in range(0, self.num_pieces, self.block_pieces):
-            yield range(start, min(start + self.block_pieces, self.num_pieces))
+        """Yield the numbers of the pieces of each block, which is read by one rank."""
+        size = max(1, BLOCK_BYTES // max(1, self.piece_bytes))
+        for start in range(0, self.num_pieces, size):
+            yield range(start, min(start + size, self.num_pieces))
 
 
 @dataclass
@@ -117,7 +111,7 @@ class Bad:
 
 @dataclass
 class Scan:
-    """What a rank has found so far. Beyond `limit` unreadable pieces are only counted."""
+    """What a rank has found so far. At most `limit` unreadable pieces are named; all are counted."""
 
     limit: int
     findings: list[Finding] = field(default_factory=list)
@@ -126,7 +120,7 @@ class Scan:
     bad: dict[tuple[str, str, str], Bad] = field(default_factory=dict)
 
     def read(self, file: str, dataset: Any, work: Work, number: int) -> None:
-        """Read one piece and look at its values; what HDF5 cannot read is a finding, and no reason to stop."""
+        """Read one piece and look at its values; a piece that HDF5 cannot read is a finding."""
         slices = work.slices(number)
         try:
             values = self._values(dataset, slices)
@@ -140,7 +134,7 @@ class Scan:
         for member, part in _numbers(values):
             self._look(work.name, member, part, origin)
 
-    def _values(self, dataset: Any, slices: Slices) -> npt.NDArray[Any]:
+    def _values(self, dataset: Any, slices: tuple[slice, ...]) -> npt.NDArray[Any]:
         try:
             dtype = dataset.dtype
         except HDF5_ERRORS:  # NumPy has no such type; decoding checks the checksums all the same
@@ -150,24 +144,17 @@ class Scan:
 
     def _look(self, name: str, member: str, values: npt.NDArray[Any], origin: tuple[int, ...]) -> None:
         if values.dtype.kind in "fc":
-            self._note(("non-finite", name, member), values, ~np.isfinite(values), origin)
+            kind, wrong = "non-finite", ~np.isfinite(values)
         elif values.dtype.kind == "u" and values.dtype.itemsize == 8:
-            self._note(("uint64", name, member), values, values > _INT64_MOST, origin)
-
-    def _note(
-        self,
-        key: tuple[str, str, str],
-        values: npt.NDArray[Any],
-        wrong: npt.NDArray[np.bool_],
-        origin: tuple[int, ...],
-    ) -> None:
-        count = int(np.count_nonzero(wrong))
-        if count:
+            kind, wrong = "uint64", values > _INT64_MOST
+        else:
+            return
+        if count := int(np.count_nonzero(wrong)):
             place = tuple(int(index) for index in np.unravel_index(int(np.argmax(wrong)), wrong.shape))
             # A member may be an array and have axes of its own, which begin at 0.
             start = origin + (0,) * (len(place) - len(origin))
             first = tuple(a + b for a, b in zip(start, place, strict=True))
-            self.bad.setdefault(key, Bad()).add(count, first, str(values[place]))
+            self.bad.setdefault((kind, name, member), Bad()).add(count, first, str(values[place]))
 
 
 def missing_pieces(dataset: Any) -> IntArray:
@@ -196,9 +183,8 @@ def describe_work(dataset: Any, name: str) -> Work:
     piece = (max(1, BLOCK_BYTES // row_bytes), *(max(1, length) for length in shape[1:])) if shape else ()
     is_unwritten = not (dataset.is_virtual or dataset.external or dataset.id.get_storage_size())
     work = Work(name, shape, piece, False, itemsize, np.zeros(0, np.int64))
-    if is_unwritten and dataset.size:
-        return Work(name, shape, piece, False, itemsize, np.arange(work.num_pieces, dtype=np.int64))
-    return work
+    is_missing = is_unwritten and dataset.size
+    return replace(work, missing=np.arange(work.num_pieces, dtype=np.int64)) if is_missing else work
 
 
 def _numbers(values: npt.NDArray[Any]) -> Iterator[tuple[str, npt.NDArray[Any]]]:

@@ -1,7 +1,7 @@
-"""`mpidp data verify`: a report of everything that is wrong in HDF5 files, on every rank.
+"""`mpidp data verify`: read everything in HDF5 files and report all that is wrong. Collective over the ranks.
 
-Rank 0 reads the metadata and tells the others what there is; blocks of chunks are dealt out in turn. Alone, nothing of
-MPI is started. Collective where there are several ranks.
+Rank 0 reads the metadata and tells the others what there is; blocks of chunks are dealt out in turn. Alone, MPI is not
+started.
 """
 
 import json
@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
+
+import numpy as np
 
 from mpidp.hdf5.files.contents import too_large, virtual_gaps, walk
 from mpidp.hdf5.files.file import Facts, inspect, open_file
@@ -80,11 +82,6 @@ def to_text(report: FileReport) -> str:
     return "\n".join([*lines, *([f"  and {more} more; --limit names more of them"] if more else [])])
 
 
-def to_json(reports: Sequence[FileReport]) -> str:
-    """Return one line: a list of files with all that is known of each finding."""
-    return json.dumps({"files": [asdict(report) for report in reports]})
-
-
 def _line(finding: Finding) -> str:
     places = [f'dataset "{finding.dataset}"'] if finding.dataset else []
     if finding.rows is not None:
@@ -97,22 +94,15 @@ def _line(finding: Finding) -> str:
 def _missing(path: str, work: Work) -> list[Finding]:
     """Return one finding for each run of missing chunks that follow each other."""
     findings: list[Finding] = []
-    numbers = work.missing.tolist()
-    start = 0
-    for index in range(1, len(numbers) + 1):
-        if index == len(numbers) or numbers[index] != numbers[index - 1] + 1:
-            findings.append(_missing_run(path, work, numbers[start], numbers[index - 1]))
-            start = index
+    for run in np.split(work.missing, np.flatnonzero(np.diff(work.missing) != 1) + 1):
+        if len(run):
+            first, begin, end = int(run[0]), work.slices(int(run[0])), work.slices(int(run[-1]))
+            rows = (begin[0].start, end[0].stop - 1) if begin else None
+            what = f"{len(run)} chunks were" if work.is_chunked and len(run) > 1 else "was"
+            chunk = work.place(first) if work.is_chunked else None
+            text = f"{what} never written and would read as fill values"
+            findings.append(Finding("missing", path, work.name, text, rows, chunk))
     return findings
-
-
-def _missing_run(path: str, work: Work, first: int, last: int) -> Finding:
-    begin, end = work.slices(first), work.slices(last)
-    rows = (begin[0].start, end[0].stop - 1) if begin else None
-    count = last - first + 1
-    what = f"{count} chunks were" if work.is_chunked and count > 1 else "was"
-    chunk = work.place(first) if work.is_chunked else None
-    return Finding("missing", path, work.name, f"{what} never written and would read as fill values", rows, chunk)
 
 
 def _value_finding(path: str, kind: str, name: str, member: str, bad: Bad) -> Finding:
@@ -125,9 +115,17 @@ def _value_finding(path: str, kind: str, name: str, member: str, bad: Bad) -> Fi
 
 def verify_by(options: VerifyOptions) -> tuple[str, bool]:
     """Verify files as asked; return the text, and whether nothing was found. Collective."""
-    world = _world()
+    if (launch_facts(os.environ).size or 1) > 1:
+        from mpidp.world.start import init
+
+        world = init()
+    else:
+        world = World.alone()
     reports = [verify_file(path, options.limit, world, world.rank == 0) for path in options.files]
-    text = to_json(reports) if options.json else "\n".join(to_text(report) for report in reports)
+    if options.json:
+        text = json.dumps({"files": [asdict(report) for report in reports]})
+    else:
+        text = "\n".join(to_text(report) for report in reports)
     return text, not any(report.num_findings for report in reports)
 
 
@@ -146,7 +144,6 @@ def verify_file(path: str, limit: int, world: World, speaks: bool = False) -> Fi
 
 
 def _scan(file: Any, path: str, works: Sequence[Work], scan: Scan, world: World, speaks: bool) -> None:
-    """Read this rank's share of the blocks, which are dealt out in turn."""
     total_bytes = sum(work.num_pieces * work.piece_bytes for work in works)
     what = "verifying" if world.size == 1 else f"verifying (rank 0 of {world.size})"
     ticker = Ticker(what, max(1, total_bytes // world.size), speaks)
@@ -180,7 +177,6 @@ def _overview(path: str) -> tuple[list[Work], list[Finding]]:
 
 
 def _attribute_findings(item: Any, path: str, name: str) -> list[Finding]:
-    """Return a finding for each attribute that cannot be read."""
     findings: list[Finding] = []
     try:
         for attribute in list(item.attrs):
@@ -230,11 +226,3 @@ def _described(dataset: Any, name: str, facts: Facts) -> tuple[Work | None, dict
         work = None if dataset.external else describe_work(dataset, name)
         return work, {"dangling": f"{gaps} is missing, and HDF5 would silently read fill values"}
     return describe_work(dataset, name), {}
-
-
-def _world() -> World:
-    if (launch_facts(os.environ).size or 1) == 1:
-        return World.alone()
-    from mpidp.world.start import init
-
-    return init()

@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import median
 
 from mpidp.printable import visible
-from mpidp.tools.report.run import Run, Series
+from mpidp.tools.report.report import Run, Series
 
 
 @dataclass(frozen=True)

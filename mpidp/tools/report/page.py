@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator, NullFormatter, StrMethodFormatter
 import mpidp
 from mpidp.tools.report import tables
 from mpidp.tools.report.curves import Curve, Event, Panel, Phases, events, gaps, panels, phases_of
-from mpidp.tools.report.run import Run
+from mpidp.tools.report.report import Run
 from mpidp.tools.report.tables import Table, differences, facts, starts
 
 # Told apart by most colour-blind readers: the palette of Okabe and Ito, without black and yellow.

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from mpidp.tools.report.curves import Event, Panel, Phases
-from mpidp.tools.report.run import RankTime, Run
+from mpidp.tools.report.report import RankTime, Run
 from mpidp.tools.table import size_text
 
 UNKNOWN = "not recorded"

@@ -9,13 +9,15 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mpidp.config import RunConfig
 from mpidp.errors import RecordError
 from mpidp.printable import listed
 from mpidp.train.checkpoint.read import newest_first
 from mpidp.world.record_file import read_json, write_json
+
+if TYPE_CHECKING:
+    from mpidp.config import RunConfig
 
 FILE = "env.json"
 log = logging.getLogger("mpidp")
@@ -100,7 +102,7 @@ def _hide_query(found: re.Match[str]) -> str:
 AUTO = Path("auto")
 
 
-def for_array_task(config: RunConfig, environment: Mapping[str, str]) -> RunConfig:
+def for_array_task(config: "RunConfig", environment: Mapping[str, str]) -> "RunConfig":
     """The run of this task of a Slurm array: the task's number is appended to the name, so that names differ."""
     task = environment.get("SLURM_ARRAY_TASK_ID", "")
     if not task.isdecimal():
@@ -108,7 +110,7 @@ def for_array_task(config: RunConfig, environment: Mapping[str, str]) -> RunConf
     return dataclasses.replace(config, run=dataclasses.replace(config.run, name=f"{config.run.name}_{task}"))
 
 
-def choose_resume(config: RunConfig, asked: Path | None, environment: Mapping[str, str]) -> tuple[Path | None, str]:
+def choose_resume(config: "RunConfig", asked: Path | None, environment: Mapping[str, str]) -> tuple[Path | None, str]:
     """The run folder to continue, or None for a new run; and a line that says why, or "". Reads the file system.
 
     Args:

@@ -1,10 +1,22 @@
-"""Baselines of `mpidp bench loader`: torch Datasets that read HDF5 by h5py, as users write them.
+"""mpidp's loader on a file, against torch's DataLoader over h5py in its usual forms, and against h5py alone.
 
-They are written as well as their kind allows: the file is opened lazily, once in each process, with a chunk cache of a
-sensible size. Nothing here may import MPI: worker processes import this module.
+    python benchmarks/loader.py FILE [OPTIONS of mpidp bench loader]
+
+The other readers are written as well as their kind allows: the file is opened lazily, once in each process, with a
+chunk cache of a sensible size. All take turns in one run; each is checked to give every row once before it is timed.
+Nothing here may start MPI when it is imported: worker processes import this module.
 """
 
-from collections.abc import Iterator, Sequence
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +24,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from mpidp.hdf5.dataset import DataSet
 from mpidp.hdf5.files.file import open_file
+from mpidp.options import parse
+from mpidp.tools.bench.loader import Side, bench_loader
+from mpidp.tools.bench.options import LoaderOptions
 
 _CACHE_BYTES = 64 * 2**20
 
@@ -104,10 +120,54 @@ def whole_chunks(path: str, names: Sequence[str], chunk_rows: int, most: int) ->
         file.close()
 
 
-def one_row(path: str, names: Sequence[str], row: int) -> dict[str, Any]:
-    """Return one row of each dataset."""
-    file = open_file(path, 0)
-    try:
-        return {name: file[name][row] for name in names}
-    finally:
-        file.close()
+def other_readers(options: LoaderOptions, dataset: DataSet, rows: int, stack: ExitStack) -> list[Side]:
+    """Return what is compared with mpidp's loader, for `rows` rows of a file."""
+    names = [field.dataset for field in dataset.fields]
+    sides = []
+    for whole_batches in (False, True):
+        for workers in (0, 2):
+            # The slow ones read fewer rows, or they alone would take the time.
+            few = rows if whole_batches else max(options.global_batch, rows // 4)
+            loader = data_loader(
+                options.file, names, dataset.num_rows, options.global_batch, few, workers, whole_batches
+            )
+            check(loader, few)
+            name = f"DataLoader, {'batches' if whole_batches else 'rows'}, {workers} workers"
+            sides.append(Side(name, few, dataset.row_bytes, partial(drain, loader.__iter__), cpu_s=cpu_s))
+    # HDF5 shares its chunk cache between all openings of a file in a process, so this side gets a file of its own.
+    copy = Path(stack.enter_context(tempfile.TemporaryDirectory()), Path(options.file).name)
+    shutil.copyfile(options.file, copy)
+    run = partial(drain, partial(whole_chunks, str(copy), names, dataset.files[0].range_rows, rows))
+    return [*sides, Side("h5py, whole chunks in file order", rows, dataset.row_bytes, run)]
+
+
+def check(loader: "DataLoader[dict[str, Tensor]]", rows: int) -> None:
+    """A comparison with something that reads less would be worth nothing."""
+    found = sum(len(next(iter(batch.values()))) for batch in loader)
+    if found != rows:
+        raise SystemExit(f"a DataLoader read {found} rows instead of {rows}")
+
+
+def drain(make: Callable[[], Iterator[Any]]) -> None:
+    """Read everything."""
+    for _ in make():
+        pass
+
+
+def cpu_s() -> float:
+    """Return processor seconds of this process and of its living workers."""
+    total = time.process_time()
+    for process in multiprocessing.active_children():
+        fields = Path(f"/proc/{process.pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return total
+
+
+def main() -> None:
+    """Measure and print the table."""
+    options = parse(LoaderOptions, "python benchmarks/loader.py", sys.argv[1:])
+    print(bench_loader(options, partial(other_readers, options)))
+
+
+if __name__ == "__main__":
+    main()
