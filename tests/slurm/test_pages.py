@@ -46,7 +46,7 @@ def test_ten_lines(cluster: Cluster, checkout: Path) -> None:
     assert "8 ranks" in typed(cluster, plan, checkout)
     assert "pmi2" in typed(cluster, kinds, checkout)
 
-    assert f"On nodes without GPUs say `{ON_CPUS}` instead of `--gpus-per-node`" in " ".join(PAGE.split())
+    assert f"without GPUs use `{ON_CPUS}` instead of `--gpus-per-node`" in " ".join(PAGE.split())
     for part, here in (("--gpus-per-node 4", HERE), ("--mpi pmix", "--mpi pmi2"), ("--dry-run", "--dry-run")):
         assert part in script
         script = script.replace(part, here)
