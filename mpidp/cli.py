@@ -58,6 +58,14 @@ COMMANDS = (
         under_launcher="all",
     ),
     Command(
+        "predict",
+        "RUN_FOLDER|RUN.toml [--data FILE ...] [--output FILE] [--checkpoint last|PATH]",
+        "write what a trained model returns for every sample of HDF5 files; alone or on all ranks",
+        "mpidp.tools.predict:predict",
+        "mpidp.tools.predict:PredictOptions",
+        "all",
+    ),
+    Command(
         "submit",
         "RUN.toml --nodes N [OPTIONS]",
         "write a batch script for Slurm and submit it; --dry-run prints it",

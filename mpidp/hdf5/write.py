@@ -1,13 +1,14 @@
-"""Writing of new HDF5 files from encoded chunks.
+"""Writing of new HDF5 files, from encoded chunks or row by row.
 
 Chunks are encoded outside of the file that they are for, so that several threads can do it at once; `write_file` lays
-the encoded bytes into it unchanged.
+the encoded bytes into it unchanged. `NewRows` writes rows as they are, one after another.
 """
 
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -173,7 +174,7 @@ def write_file(
         with open(path, "rb") as written:
             os.fsync(written.fileno())
     except OSError as error:
-        raise DataError(f"{path}: cannot be written; check the space that is left there. {error}") from error
+        raise _not_written(path, error) from error
 
 
 def _copied(
@@ -268,3 +269,59 @@ def _encode_by_hdf5(values: npt.NDArray[Any], new: NewDataset, filters: Filters)
         file.flush()
         rest = (0,) * (values.ndim - 1)
         return [dataset.id.read_direct_chunk((start, *rest)) for start in range(0, len(values), new.chunk_rows)]
+
+
+class NewRows:
+    """A new HDF5 file with one dataset, whose rows are written in their order, without chunks and filters.
+
+    Args:
+        path: of the file; what is there is replaced.
+        name: of the dataset.
+        shape: of the dataset, the rows first.
+        dtype: of the dataset.
+        attributes: of the dataset: texts, numbers and lists of these.
+
+    Raises:
+        DataError: HDF5 cannot write it; so do the methods.
+    """
+
+    def __init__(
+        self, path: str, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], attributes: Mapping[str, Any]
+    ) -> None:
+        self._path, self._done = path, 0
+        with self._as_data_error():
+            self._file = h5py.File(path, "w", locking=False, libver=("v108", "latest"))  # for long attributes
+            self._dataset = self._file.create_dataset(name, shape, dtype)
+            for key, value in attributes.items():
+                self._dataset.attrs[key] = value
+
+    def append(self, rows: npt.NDArray[Any]) -> None:
+        """Write the next rows."""
+        if rows.shape[1:] != self._dataset.shape[1:] or rows.dtype != self._dataset.dtype:
+            raise DataError(
+                f"{self._path}: rows {rows.shape[1:]} {rows.dtype} follow rows {self._dataset.shape[1:]} "
+                f"{self._dataset.dtype}; a dataset has rows of one shape and dtype"
+            )
+        with self._as_data_error():
+            self._dataset[self._done : self._done + len(rows)] = rows
+        self._done += len(rows)
+
+    def close(self) -> None:
+        """Flush the file to the disk; raises `DataError` if rows are missing."""
+        if self._done != len(self._dataset):
+            raise DataError(f"{self._path}: {self._done} rows were written of {len(self._dataset)}")
+        with self._as_data_error():
+            self._file.close()
+            with open(self._path, "rb") as written:
+                os.fsync(written.fileno())
+
+    @contextmanager
+    def _as_data_error(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise _not_written(self._path, error) from error
+
+
+def _not_written(path: str, error: OSError) -> DataError:
+    return DataError(f"{path}: cannot be written; check the space that is left there. {error}")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mpidp.config import RunConfig
 from mpidp.errors import SHARED_MARK, DataError, MpidpError
@@ -22,6 +22,7 @@ from mpidp.train.precision import Precision, parameter_dtype
 from mpidp.world import mpi
 from mpidp.world.exit import MEMORY_ADVICE, is_out_of_memory
 from mpidp.world.status import status
+from mpidp.world.world import World
 
 # Modules below the trainer whose errors are explained; the rest of this package raises errors of its own.
 _REFUSES = ("torch", "mpidp.models", "mpidp.train.losses")
@@ -62,7 +63,7 @@ class Forward:
             return output, loss.float() if loss.element_size() < 4 else loss  # it is scaled and summed
         except Exception as error:
             fields = dict(zip(batch.fields, (inputs, target), strict=False))
-            refused = explain(error, self._config, self._model, fields, output)
+            refused = explain(error, self._config, self._model.module, self._model.world, fields, output)
             if refused is None:
                 raise
         if self._model.training:
@@ -71,15 +72,16 @@ class Forward:
 
 
 def explain(
-    error: Exception, config: RunConfig, model: DataParallel, fields: dict[str, Tensor], output: Any
+    error: Exception, config: RunConfig, model: nn.Module, world: World, fields: dict[str, Tensor], output: Any
 ) -> MpidpError | None:
     """The error to raise instead of `error`. Not collective.
 
     Args:
         error: what the model raised, or the loss.
         config: the run.
-        model: the wrapped model.
-        fields: what they were given, by name: the model the first, the loss the second.
+        model: without its wrapper.
+        world: the ranks.
+        fields: what they were given, by name: the model the first, the loss, if any, the second.
         output: what the model returned; None if it raised.
 
     Returns:
@@ -88,8 +90,8 @@ def explain(
     if getattr(error, SHARED_MARK, False) or mpi.is_survived(error):
         return None
     if is_out_of_memory(error):
-        return _out_of_memory(error, model, fields)
-    if (too_few := explain_batch_norm(error, model.module, model.world)) is not None:
+        return _out_of_memory(error, model, world, fields)
+    if (too_few := explain_batch_norm(error, model, world)) is not None:
         return too_few
     if isinstance(error, MpidpError) and not isinstance(error, DataError):
         return error
@@ -110,8 +112,7 @@ def explain(
     return DataError(f"{who}: {_reason(error)}. {given} {_advice(error, config, fields, field)}")
 
 
-def _out_of_memory(error: Exception, model: DataParallel, fields: dict[str, Tensor]) -> MpidpError:
-    world = model.world
+def _out_of_memory(error: Exception, model: nn.Module, world: World, fields: dict[str, Tensor]) -> MpidpError:
     num_samples = len(next(iter(fields.values())))
     return MpidpError(
         f"rank {world.rank} of {world.size} ({world.host}) ran out of memory {_when(model)}, phase {status.phase}, "
@@ -119,7 +120,7 @@ def _out_of_memory(error: Exception, model: DataParallel, fields: dict[str, Tens
     )
 
 
-def _when(model: DataParallel) -> str:
+def _when(model: nn.Module) -> str:
     return f"in step {status.step + 1:,}" if model.training else f"in the evaluation after step {status.step:,}"
 
 
@@ -137,11 +138,11 @@ def _is_in(place: str, packages: Sequence[str]) -> bool:
 
 
 def _given(config: RunConfig, fields: dict[str, Tensor], output: Any) -> str:
-    first, second = (f'field "{name}" {_described(value)}' for name, value in fields.items())
+    first, *rest = (f'field "{name}" {_described(value)}' for name, value in fields.items())
     to_model = f"{first} to model {config.model.name}"
     if output is None:
         return to_model
-    return f"{to_model}, output {_described(output)} and {second} to loss {config.loss.name}"
+    return f"{to_model}, output {_described(output)} and {rest[0]} to loss {config.loss.name}"
 
 
 def _described(value: Any) -> str:

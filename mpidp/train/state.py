@@ -172,7 +172,7 @@ class TrainState:
             )
 
     def _load_shared(self, state: dict[str, Any], of_rank: OfRank, source: str, accept_changed: bool) -> None:
-        _check_model(self.model.state_dict(), state["model"], source)
+        check_model(self.model.state_dict(), state["model"], source)
         # Torch would load the state of one class into another, and fail later or compute wrong results.
         for part, here in self._classes().items():
             if state["classes"][part] != here:
@@ -211,7 +211,7 @@ def _of_this_rank(state: dict[str, Any], here: int) -> OfRank:
     return of_rank
 
 
-def _check_model(expected: dict[str, Tensor], found: dict[str, Tensor], source: str) -> None:
+def check_model(expected: dict[str, Tensor], found: dict[str, Tensor], source: str) -> None:
     """Raises CheckpointError, naming the first difference, for the state of another model."""
     advice = "Resume with the model it was made with, or start a new run."
     for name in [*expected, *found]:

@@ -52,6 +52,7 @@ STRANGE_TEXT = "There are not enough slots available in the system to satisfy th
 BEFORE = {
     "README.md": [f"ln -s {sys.prefix} .venv"],
     "docs/howto/checkpoints.md": ["mpidp train jobs/digits.toml --train.epochs=1"],
+    "docs/howto/predict.md": ["mpidp train jobs/digits.toml --train.epochs=1"],
     "docs/howto/report.md": ["mpidp train jobs/digits.toml --train.epochs=1"] * 2,
     "docs/howto/doctor.md": [f"echo '{STRANGE_TEXT}' >slurm-train-77.out"],
 }
@@ -158,6 +159,14 @@ TABLE: dict[str, dict[str, Run | Elsewhere | NotHere]] = {
     "docs/reference/logging.md": {
         "mpidp data inspect FILE | head -1": Elsewhere(f"{OUTPUT}::test_a_reader_that_goes_away"),
         "mpidp train ... | head -1": Elsewhere(f"{OUTPUT}::test_training_outlives_its_standard_output"),
+    },
+    "docs/howto/predict.md": {
+        "mpidp predict runs/digits --data data/digits.h5 --output predictions.h5": Run(
+            "prediction 1797 x 10, for data/digits.h5, by"
+        ),
+        "mpiexec -n 4 mpidp predict jobs/digits.toml --output on_4_ranks.h5": Run(
+            "on_4_ranks.h5: prediction 1797 x 10"
+        ),
     },
     "docs/howto/report.md": {
         "pip install 'mpidp[report]'": REGISTRY,

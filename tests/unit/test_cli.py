@@ -192,7 +192,7 @@ def test_python_dash_m_exits_with_the_code() -> None:
     ("words", "expected"),
     [
         (["trian"], "Did you mean mpidp train?"),
-        (["zzz"], "Known: train, submit"),
+        (["zzz"], "Known: train, predict, submit"),
         (["data", "inspct"], "Did you mean mpidp data inspect?"),
         (["data", "inspect"], "arguments are required: FILE"),
         (["data", "inspect", "a", "b"], "unknown word b"),

@@ -315,6 +315,14 @@ def newest_readable(world: World, folder: Path) -> tuple[Path, list[str]]:
         raise none_usable(folder, passed_over)
 
 
+def check_readable(world: World, path: Path) -> None:
+    """Raises CheckpointError on all ranks unless every rank can read its part of a checkpoint. Collective."""
+    fault = _find_fault_of_all(world, path)
+    with world.raise_on_all_ranks("looking at the checkpoint"):
+        if fault is not None:
+            raise CheckpointError(f"checkpoint {path}: {fault}")
+
+
 def _find_fault_of_all(world: World, path: Path) -> str | None:
     """The fault that the lowest rank found, the same on every rank, or None. Collective."""
     found: list[tuple[str | None, str, str]] = world.comm.allgather((*_examine(world, path), world.host))
