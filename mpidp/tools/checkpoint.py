@@ -76,7 +76,7 @@ def list_checkpoints(options: ListOptions) -> str:
     lines.append(table(("name", "saved", "ranks", "files", "size", "state"), rows))
     lines += [f"{path.name} was not finished" for path in sorted(paths[0].parent.glob(f"{PARTIAL}*"))]
     aside = sorted(paths[0].parent.glob(f"step_*{ASIDE}*"))
-    lines += [f"{path.name} was set aside, as a resume passed over it; remove it if not needed" for path in aside]
+    lines += [f"{path.name} was renamed because a resume skipped it; remove it if it is not needed" for path in aside]
     return "\n".join(lines)
 
 
@@ -177,7 +177,7 @@ def export(options: ExportOptions) -> str:
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise ConfigError(f"--output={target} cannot be written: {error.strerror}. Give another place.") from error
-    lines = [f"passed over a newer checkpoint: {line}" for line in passed_over]
+    lines = [f"skipped a newer checkpoint: {line}" for line in passed_over]
     what = "model and optimizer" if options.optimizer else "model"
     return "\n".join([*lines, f"{target}: {what} of {path}, {size_text(target.stat().st_size)}"])
 

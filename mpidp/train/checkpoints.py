@@ -256,7 +256,7 @@ def restore(state: TrainState, folder: Path, *, accept_changed: bool = False) ->
     world = state.world
     path, passed_over = newest_readable(world, folder)
     for line in passed_over:
-        world.log_once(f"passed over a newer checkpoint: {line}; the next save sets it aside")
+        world.log_once(f"skipped a newer checkpoint: {line}; the next save renames it")
     with world.raise_on_all_ranks("loading the checkpoint"):
         saved = read(path, STATE)
     state.load_state_dict(

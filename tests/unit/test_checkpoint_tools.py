@@ -119,7 +119,7 @@ def test_export_passes_over_a_damaged_one_and_overwrites_nothing(
     output = tmp_path / "out.pt"
     assert main(["checkpoint", "export", str(damaged), f"--output={output}"]) == 0
     text = capsys.readouterr().out
-    assert "passed over a newer checkpoint: step_00000020" in text and "step_00000010" in text
+    assert "skipped a newer checkpoint: step_00000020" in text and "step_00000010" in text
     before = output.read_bytes()
     assert main(["checkpoint", "export", str(damaged), f"--output={output}"]) == 2
     assert "exists" in capsys.readouterr().err and output.read_bytes() == before

@@ -125,7 +125,7 @@ def test_a_damaged_one_is_passed_over(data: Path, tmp_path: Path, caplog: pytest
     with caplog.at_level("INFO", "mpidp"):
         assert training.checkpoints.resume()
     assert training.checkpoints.state.step == 5
-    assert "passed over a newer checkpoint: step_00000010: state.pt has 0 bytes" in caplog.text
+    assert "skipped a newer checkpoint: step_00000010: state.pt has 0 bytes" in caplog.text
     training.run(2)
     assert (tmp_path / "run/step_00000010.aside").is_dir()
     assert saved(tmp_path / "run") == [5, 10]

@@ -60,7 +60,8 @@ class Written:
     """How a file is written."""
 
     compression: Annotated[str, Arg("NAME[:LEVEL]")] = "gzip:4"
-    """none, gzip:0-9, lzf, and with the extra `compression` zstd:1-22, lz4, blosc-lz4:0-9, blosc-zstd:0-9."""
+    """none, gzip:0-9, lzf, and with the extra `compression` zstd:1-22, lz4, and blosc-lz4, blosc-zstd or blosc-blosclz
+    with a level of 0-9."""
     no_byte_shuffle: bool = False
     """Compress values as they are, instead of bytes of equal significance together (HDF5's shuffle filter)."""
     fletcher32: bool = False

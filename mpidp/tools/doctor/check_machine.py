@@ -45,14 +45,14 @@ def check_cores(facts: RankFacts) -> Iterator[Finding]:
     if quota is not None and quota < len(mask):
         yield warn(
             "cores.quota",
-            f"the control group pays for {quota:g} cores, the mask has {len(mask)}",
+            f"the control group limits this process to {quota:g} cores, its mask has {len(mask)}",
             f"set OMP_NUM_THREADS={max(1, int(quota))}, or give the container more (docker run --cpus)",
         )
     wanted = facts.environment.get("SLURM_CPUS_PER_TASK", "")
     if facts.launch.launcher == "Slurm's srun" and wanted.isdecimal() and len(mask) < int(wanted):
         yield warn(
             "cores.srun",
-            f"the job has {wanted} CPUs a task, srun gave this one {len(mask)}: srun does not take it over",
+            f"the job has {wanted} CPUs per task, but srun gave this task {len(mask)}: it does not inherit the value",
             "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK before srun",
         )
 
@@ -256,7 +256,7 @@ def _library(hdf5: HDF5Library, plugin_path: str) -> Iterator[Finding]:
         text = f"files with the filters {', '.join(missing)} cannot be read ('required filter is not registered')"
         yield ok("hdf5.filters", f"{text}; where you have such files: pip install hdf5plugin")
     if not hdf5.packages.get("imagecodecs"):
-        text = "imagecodecs is not there: chunks are decoded by slower ways; pip install imagecodecs"
+        text = "imagecodecs is not installed: chunks are decoded more slowly; pip install imagecodecs"
         yield ok("hdf5.codecs", text)
 
 
@@ -270,7 +270,7 @@ def _file(file: DataFile, hdf5: HDF5Library | None) -> Iterator[Finding]:
     if file.lock_error:
         yield ok(
             "data.locks",
-            f"the file system gives no locks ({file.lock_error}); mpidp reads without them. Other programs need "
+            f"the file system has no locks ({file.lock_error}); mpidp reads without them. Other programs need "
             "HDF5_USE_FILE_LOCKING=FALSE",
         )
     if hdf5 is not None and hdf5.file_error:

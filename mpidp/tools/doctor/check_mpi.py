@@ -75,8 +75,8 @@ def _missing(error: str) -> Finding:
         return fail("mpi", "mpi4py is not installed", "pip install mpi4py")
     return fail(
         "mpi",
-        f"MPI does not start in a process of its own: {error}",
-        "where it needs a launcher, as on some login nodes, look under one: srun -n 1 mpidp doctor",
+        f"MPI does not start in a child process: {error}",
+        "where MPI needs a launcher, as on some login nodes: srun -n 1 mpidp doctor",
     )
 
 
@@ -208,5 +208,5 @@ def _wheels(facts: RankFacts) -> Iterator[Finding]:
         yield warn(
             "mpi.shadowed",
             f"mpi4py uses {inside}, which came from pip, and not the site's MPI ({names})",
-            f"pip uninstall {' '.join(wheels) or 'the package that brought it'}; a site's MPI knows its network",
+            f"pip uninstall {' '.join(wheels) or 'the package that brought it'}; a site's MPI is built for its network",
         )

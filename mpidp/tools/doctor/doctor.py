@@ -132,9 +132,9 @@ def check_clocks(hosts: Sequence[str], offsets_s: Sequence[float]) -> Iterator[F
     worst = max(range(len(offsets_s)), key=lambda node: abs(offsets_s[node]))
     text = f"the clock of {hosts[worst]} differs from that of {hosts[0]} by {offsets_s[worst]:+.3f} s"
     if abs(offsets_s[worst]) < LARGE_SKEW_S:
-        yield ok("job.clocks", f"{text}; the others are nearer")
+        yield ok("job.clocks", f"{text}; other nodes differ less")
     else:
-        yield warn("job.clocks", f"{text}: times in logs do not compare", "let the nodes run chrony or ntpd")
+        yield warn("job.clocks", f"{text}: times in their logs cannot be compared", "let the nodes run chrony or ntpd")
 
 
 def check_measured(measured: Mapping[str, Any], num_nodes: int) -> Iterator[Finding]:
@@ -160,7 +160,7 @@ def check_measured(measured: Mapping[str, Any], num_nodes: int) -> Iterator[Find
     without = f"without mpidp {ms['plain_step_s']} ({ratio:.2f} times)"
     text = f"a training step takes {ms['step_s']} on {measured['device']}, {without}"
     if num_nodes == 1 and ratio > SLOW_STEP:
-        fix = "mpidp bench step --reducers null,naive,flat,node shows which part costs it"
+        fix = "mpidp bench step --reducers null,naive,flat,node shows which part takes the time"
         yield warn("probe.step", text, fix)
     else:
         yield ok("probe.step", text)

@@ -45,13 +45,13 @@ KNOWN = (
     Known(
         "text.psec",
         r"psec.*munge|munge.*psec|PMIX ERROR.*psec",
-        "PMIx wants munge to know who it talks to, which is not in this container",
+        "PMIx is set to authenticate with munge, which this container does not have",
         "export PMIX_MCA_psec=native",
     ),
     Known(
         "text.gds",
         r"gds[_/ ](ds12|ds21|shmem2?)|PMIX ERROR.*gds",
-        "PMIx of the launcher and of the library keep their data differently",
+        "the PMIx versions of the launcher and of the library use different data stores",
         "export PMIX_MCA_gds=hash",
     ),
     Known(
@@ -63,7 +63,7 @@ KNOWN = (
     Known(
         "text.pmi2_value",
         r"value not properly terminated in client request|MPIDI_UCX_comm_addr_exchange",
-        "MPICH with UCX sends Slurm's PMI-2 longer lines than it reads",
+        "MPICH with UCX sends lines to Slurm's PMI-2 that are longer than it accepts",
         "export MPIR_CVAR_CH4_NETMOD=ofi, or load the site's own MPICH",
     ),
     Known(
@@ -75,13 +75,13 @@ KNOWN = (
     Known(
         "text.gpu_segfault",
         r"Signal code: Invalid permissions \(2\)",
-        "MPI was given GPU memory that it cannot take",
+        "MPI was given GPU memory, which it does not support here",
         "MPIDP_CUDA_AWARE=0: gradients then go through pinned host memory",
     ),
     Known(
         "text.gtl",
         r"GPU_SUPPORT_ENABLED is requested, but GTL library is not linked",
-        "Cray MPICH lacks its layer for GPU memory",
+        "Cray MPICH was loaded without its GPU transport layer (GTL)",
         "load craype-accel-... and preload its libmpi_gtl, or set MPICH_GPU_SUPPORT_ENABLED=0",
     ),
     Known(
@@ -93,20 +93,20 @@ KNOWN = (
     Known(
         "text.shm",
         r"not enough space for .*(shared.memory|backing file)|No space left on device.*/dev/shm|signal 7 \(Bus error\)",
-        "/dev/shm is full or small",
+        "/dev/shm is full or too small",
         "start the container with --shm-size=8g, or OMPI_MCA_btl_sm_backing_directory=/tmp",
     ),
     Known(
         "text.slots",
         r"There are not enough slots available in the system",
-        "Open MPI starts at most a rank a core",
+        "Open MPI starts at most one rank per core by default",
         "mpiexec --map-by :OVERSUBSCRIBE, or PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe",
     ),
     Known(
         "text.root",
         r"mpi(exec|run) has detected an attempt to run as root",
-        "Open MPI does not run as root unasked",
-        "be another user; in a container OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
+        "Open MPI refuses to run as root by default",
+        "run as another user; in a container OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
     ),
     Known(
         "text.fork",
@@ -118,19 +118,19 @@ KNOWN = (
     Known(
         "text.component",
         r"mca_base_component_repository_open: unable to open",
-        "safe to ignore: Open MPI has a part for a network whose library is not here",
+        "safe to ignore: Open MPI has a component for a network library that is not installed",
         level=Level.OK,
     ),
     Known(
         "text.osc_ucx",
         r"osc_ucx_component\.c",
-        "safe to ignore: Open MPI tried UCX for a window and took another way",
+        "safe to ignore: Open MPI tried UCX for a window and uses another component",
         level=Level.OK,
     ),
     Known(
         "text.no_fabric",
         r"WARNING: There (was an error initializing an|are more than one active ports) OpenFabrics|No OpenFabrics conn",
-        "safe to ignore: Open MPI's old way to InfiniBand is not used, UCX is",
+        "safe to ignore: Open MPI's old component for InfiniBand is not used; UCX is",
         level=Level.OK,
     ),
     Known(
@@ -148,13 +148,13 @@ KNOWN = (
     Known(
         "text.locks",
         r"[Uu]nable to (synchronously )?(open|lock) file.*(lock file|No locks|errno = (11|35|37|524))",
-        "the file system gives no locks; mpidp opens without them, another program does not",
+        "the file system has no locks; mpidp opens files without them, another program does not",
         "export HDF5_USE_FILE_LOCKING=FALSE before it starts",
     ),
     Known(
         "text.locked_memory",
         r"ibv_reg_mr.*Cannot allocate memory|ibv_create_\w+.*Cannot allocate memory",
-        "the network may lock too little memory",
+        "the limit on locked memory is too low for the network",
         "ulimit -l unlimited; in Slurm LimitMEMLOCK=infinity and PropagateResourceLimitsExcept=MEMLOCK",
     ),
     Known(
@@ -167,13 +167,13 @@ KNOWN = (
     Known(
         "text.out_of_memory",
         r"oom[-_ ]kill|Out Of Memory|CUDA out of memory",
-        "a rank had no memory left, and the others waited for it",
+        "a rank ran out of memory, and the others waited for it",
         "a smaller data.global_batch or more --mem; srun -K ends the others at once",
     ),
     Known(
         "text.torch_zip",
         r"PytorchStreamReader failed",
-        "a checkpoint that was written without care is damaged",
+        "a checkpoint file is damaged",
         "mpidp checkpoint verify RUN; mpidp resumes from the newest whole one",
     ),
     Known(
@@ -185,7 +185,7 @@ KNOWN = (
     Known(
         "text.truncated",
         r"truncated file: eof = \d+",
-        "an HDF5 file is shorter than it says",
+        "an HDF5 file is shorter than its header says",
         "copy it again; mpidp data verify FILE",
     ),
     Known(

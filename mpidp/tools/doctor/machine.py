@@ -27,7 +27,7 @@ _NAME_BYTES, _PCI_BYTES, _UUID_BYTES = 128, 32, 16
 
 @dataclass(frozen=True)
 class Cores:
-    """Where this process may run: numbers of cores, cores of the node, and cores that its control group pays for."""
+    """Where this process may run: numbers of cores, cores of the node, and the limit of its control group."""
 
     mask: tuple[int, ...]
     node_cores: int

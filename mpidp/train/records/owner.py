@@ -143,9 +143,9 @@ class Owner:
                 running = mine.stat().st_mtime - path.stat().st_mtime < SILENT_S
         if running:
             raise CheckpointError(
-                f"{self.path.parent} is in use by {_name(found)}. Wait for its end, or end it; if it died, a start on "
-                f"{process.host} goes on at once, and one elsewhere or in another container {SILENT_S:g} s after its "
-                f"last sign of life."
+                f"{self.path.parent} is in use by {_name(found)}. Wait until that job ends, or cancel it; if it died, "
+                f"a start on {process.host} goes on at once, and one elsewhere or in another container {SILENT_S:g} s "
+                f"after its last sign of life."
             )
 
 
