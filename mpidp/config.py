@@ -168,7 +168,7 @@ class SchedulerSection:
     """The learning-rate schedule; the table scheduler.arguments holds its keyword arguments."""
 
     name: _OptionalName = ""
-    """Class of torch.optim.lr_scheduler, or module:class, stepped once an optimizer step; empty for none."""
+    """warmup_cosine, a class of torch.optim.lr_scheduler, or module:class, stepped once a step; empty for none."""
     arguments: Arguments = dataclasses.field(default_factory=dict)
     """Keyword arguments of the scheduler."""
 
@@ -183,6 +183,9 @@ class TrainSection:
     """Largest norm of the averaged gradient; 0 for no clipping."""
     micro_batch: _Count = 0
     """Largest number of samples a rank computes at once, gradients accumulated; 0 for its whole share."""
+    ema_decay: Annotated[float, Check(lambda decay: 0 <= decay < 1, "a number in [0, 1)")] = 0.0
+    """Keep exponential moving averages of the weights, of which each step keeps this share, such as 0.999, and evaluate
+    them; 0 for none."""
     sync_batch_norm: bool = False
     """Batch norm over the whole global batch instead of each rank's share of it; the model then needs such layers."""
     precision: Literal["float32", "bf16", "fp16", "float64"] = "float32"
@@ -333,6 +336,11 @@ def validate(config: RunConfig) -> None:
         faults.append(
             'reduce.error_feedback is true, but train.precision is "fp16", in which gradients are scaled, each step as '
             "it needs: rounding errors of one step do not fit the next; set bf16 or float32."
+        )
+    if config.train.ema_decay and config.optimizer.sharded and config.train.fault_tolerance == "shrink":
+        faults.append(
+            'train.ema_decay and optimizer.sharded are set with train.fault_tolerance = "shrink": when a rank dies in '
+            "a step, its shard of the weights is not there to be averaged; leave one of them out."
         )
     if config.train.sync_batch_norm and config.train.micro_batch:
         faults.append(

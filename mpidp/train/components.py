@@ -23,6 +23,7 @@ from mpidp.models import BUILT_IN as MODELS
 from mpidp.printable import listed, shown
 from mpidp.train.losses import ELEMENTWISE, LOSSES, Loss, elementwise
 from mpidp.train.precision import parameter_dtype
+from mpidp.train.schedule import SCHEDULES
 
 if TYPE_CHECKING:
     from mpidp.train.data_parallel import DataParallel
@@ -144,16 +145,23 @@ def _check_steps(name: str, optimizer: Any) -> None:
 
 
 def build_scheduler(
-    section: SchedulerSection, optimizer: torch.optim.Optimizer
+    section: SchedulerSection, optimizer: torch.optim.Optimizer, total_steps: int
 ) -> torch.optim.lr_scheduler.LRScheduler | None:
-    """A class of torch.optim.lr_scheduler by name, or the user's own, stepped once an optimizer step."""
+    """A schedule by name, or the user's own, stepped once an optimizer step.
+
+    Args:
+        section: of the run file.
+        optimizer: whose learning rates it sets.
+        total_steps: steps of the whole training, which "warmup_cosine" takes unless its arguments have other ones.
+    """
     if not section.name:
         return None
     built_in = _classes(torch.optim.lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
-    function = find("scheduler.name", section.name, built_in)
+    function = find("scheduler.name", section.name, built_in | SCHEDULES)
+    arguments = ({"total_steps": total_steps} if section.name in SCHEDULES else {}) | section.arguments
     return cast(
         torch.optim.lr_scheduler.LRScheduler,
-        call(f"scheduler {section.name!r}", function, optimizer, **section.arguments),
+        call(f"scheduler {section.name!r}", function, optimizer, **arguments),
     )
 
 
@@ -332,11 +340,14 @@ def wrap_model(module: torch.nn.Module, world: World, config: RunConfig) -> Data
 
 
 def ignored_settings(config: RunConfig, saved: str) -> list[str]:
-    """Settings of optimizer and scheduler that differ from the checkpoint's, which are part of their saved state."""
+    """Settings of optimizer and scheduler that differ from the checkpoint's, which are part of their saved state.
+
+    Of a schedule of `SCHEDULES` only the number of steps is.
+    """
     before, now = tomllib.loads(saved), tomllib.loads(to_toml(config))
     return [
         f"{section}.{key}"
-        for section in ("optimizer", "scheduler")
+        for section in ("optimizer", *(() if config.scheduler.name in SCHEDULES else ("scheduler",)))
         for key in sorted({*before[section], *now[section]})
         if before[section].get(key) != now[section].get(key) and key != "sharded"
     ]

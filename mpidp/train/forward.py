@@ -51,12 +51,14 @@ class Forward:
             second.to(dtype) if second.is_floating_point() else second,
         )
 
-    def __call__(self, batch: Batch, inputs: Tensor, target: Tensor) -> tuple[Any, Tensor]:
-        """The model's output and the loss. In training all ranks raise what one of them refuses."""
+    def __call__(
+        self, batch: Batch, inputs: Tensor, target: Tensor, averaged: nn.Module | None = None
+    ) -> tuple[Any, Tensor]:
+        """The output of the model, or of its averages, and the loss. In training all ranks raise what one refuses."""
         output = None
         try:
             with self._precision.autocast():
-                output = self._model(inputs)
+                output = (averaged or self._model)(inputs)
                 loss = self._loss(output, target)
             if not isinstance(loss, Tensor) or loss.dim():
                 raise DataError("the loss is no scalar: it has to return the mean over the samples.")

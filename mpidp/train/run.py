@@ -29,6 +29,7 @@ from mpidp.train.components import (
     wrap_model,
 )
 from mpidp.train.elastic import Elastic
+from mpidp.train.ema import Ema
 from mpidp.train.forward import Forward
 from mpidp.train.precision import Precision
 from mpidp.train.records.progress import Progress, count, describe_newest, summarise
@@ -36,7 +37,7 @@ from mpidp.train.records.recorder import MetricsFile, Recorder, whole_lines
 from mpidp.train.records.run_folder import RunFolder
 from mpidp.train.records.trace import Trace
 from mpidp.train.sharded_optimizer import ShardedOptimizer
-from mpidp.train.state import TrainState
+from mpidp.train.state import Stateful, TrainState
 from mpidp.train.stop import StopSignal
 from mpidp.world.mpi import MPI, reduced, warn_of_cores
 from mpidp.world.world import World
@@ -115,8 +116,9 @@ class Run:
         check_same(world, [*to_toml(config).splitlines(), f"resume {resume}"], "the configurations")
         self._set_threads()
         self._build()
-        scaler = self.precision.scaler
-        others = {"scaler": scaler} if scaler.is_enabled() else {}
+        others: dict[str, Stateful] = {} if self.ema is None else {"ema": self.ema}
+        if self.precision.scaler.is_enabled():
+            others["scaler"] = self.precision.scaler
         self.state = TrainState(
             self.model, self.optimizer, self.loader, self.scheduler, seed=config.run.seed, others=others
         )
@@ -155,12 +157,14 @@ class Run:
         if config.train.sync_batch_norm and not sync_layers(SyncBatchNorm.convert(module, world)):
             world.log_once("train.sync_batch_norm is true, but the model has no batch norm layer")
         self.model = wrap_model(module, world, config)
+        self.ema = Ema(module, config.train.ema_decay) if config.train.ema_decay else None
         self.forward = Forward(config, self.model, loss, self.precision)
         with world.raise_on_all_ranks("building the optimizer"):
             plain = build_optimizer(config.optimizer, self.model)
         self.optimizer = self._shard(plain) if config.optimizer.sharded else plain
         with world.raise_on_all_ranks("building the scheduler"):
-            self.scheduler = build_scheduler(config.scheduler, self.optimizer)
+            total_steps = config.train.epochs * len(self.loader)
+            self.scheduler = build_scheduler(config.scheduler, self.optimizer, total_steps)
 
     def _shard(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Shards an optimizer's state, with two copies if training goes on when ranks die. Collective."""

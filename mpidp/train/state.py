@@ -182,7 +182,10 @@ class TrainState:
                 )
         found = state.get("others", {})
         if found.keys() != self.others.keys():
-            raise CheckpointError(f"{source} holds {listed(found)} beside the model; here are {listed(self.others)}")
+            raise CheckpointError(
+                f"{source} holds {listed(found) or 'nothing'} beside the model, this run has "
+                f"{listed(self.others) or 'nothing'}. Resume with the same, or start a new run."
+            )
         self.model.load_state_dict(state["model"])
         try:
             restore_optimizer(self.optimizer, state["optimizer"], lambda rank: of_rank(rank)["optimizer"])

@@ -98,7 +98,8 @@ class Trainer:
         module = SyncBatchNorm.revert(self.model.unwrap())
         if self.world.rank == 0 and self.run.on_end:
             with self.world.status.during("train.on_end", is_long=True):
-                self.run.on_end(module, self.config)  # on one rank: a plain module, whose backward reduces nothing
+                # On one rank: a plain module, whose backward reduces nothing.
+                self.run.on_end(self.run.ema.model() if self.run.ema else module, self.config)
         self.world.barrier()
         self.run.check_saved()
 
@@ -202,9 +203,11 @@ class Trainer:
         self.optimizer.zero_grad()
         if is_stepped and self.run.scheduler:
             self.run.scheduler.step()
+        if is_stepped and self.run.ema:
+            self.run.ema.update()
 
     def _evaluate(self, epoch: int) -> None:
-        """Mean loss and accuracy of the held-out samples, each counted once. Collective.
+        """Mean loss and accuracy of the held-out samples, each counted once, with averaged weights if any. Collective.
 
         When asked to stop meanwhile, it leaves no record: the next start evaluates again.
         """
@@ -212,12 +215,13 @@ class Trainer:
             return
         self.model.combine_statistics()
         self.model.eval()
+        averaged = self.run.ema.model() if self.run.ema else None
         tally = Tally(self.world.device)
         with torch.no_grad(), self.world.status.during("evaluate"):
             for batch in self.run.validation:
                 if batch.size:
                     inputs, target = self.run.forward.inputs(batch)
-                    output, loss = self.run.forward(batch, inputs, target)
+                    output, loss = self.run.forward(batch, inputs, target, averaged)
                     tally.add(loss, output, target, batch.size)
                 self.saver.poll()
                 if self._is_asked_to_stop(epoch):

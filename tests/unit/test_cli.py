@@ -40,7 +40,8 @@ TRAIN_OPTIONS = """
 --data.allow_holes --data.drop_last --data.accept_changed --data.transform --data.sample_transform
 --model.name --loss.name --optimizer.name --optimizer.lr --optimizer.sharded --scheduler.name
 --train.epochs --train.fault_tolerance --train.min_ranks
---train.clip_norm --train.micro_batch --train.sync_batch_norm --train.precision --train.threads --train.on_end
+--train.clip_norm --train.ema_decay --train.micro_batch --train.sync_batch_norm --train.precision --train.threads
+--train.on_end
 --reduce.reducer --reduce.bucket_bytes --reduce.piece_bytes --reduce.comm_dtype --reduce.error_feedback
 --reduce.check_finite --reduce.overlap
 --checkpoint.background --checkpoint.every_epochs --checkpoint.every_steps --checkpoint.keep --checkpoint.on_failure
