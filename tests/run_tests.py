@@ -45,11 +45,12 @@ RINGS: dict[str, list[tuple[str, int | None, str]]] = {
         ("mpi", 3, ""),
         *(("mpi", ranks, "sizes") for ranks in (1, 2, 4)),
         ("faults", None, "short"),
-        ("docs", None, ""),
+        ("docs", None, "not longer"),
     ],
     "rest": [
         *(("mpi", ranks, "not sizes") for ranks in (1, 2, 4)),
         ("faults", None, "not short"),
+        ("docs", None, "longer"),
         ("examples", None, ""),
     ],
 }

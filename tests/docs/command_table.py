@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from page_commands import ROOT, commands
+from page_commands import ROOT, TUTORIAL, commands
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ MODULES = NotHere("a site's modules")
 OUTPUT = "tests/faults/test_output.py"
 SLURM_PAGES = "tests/slurm/test_pages.py"
 SHRINK = "tests/faults/test_shrink.py::test_the_others_go_on"
+WORD_BY_WORD = "tests/docs/test_tutorial.py::test_word_by_word"
 DATA_PAGE = "tests/faults/test_data_page.py::test_every_command_runs_as_written"
 STRANGE_TEXT = "There are not enough slots available in the system to satisfy the 4 slots"
 
@@ -57,6 +58,7 @@ BEFORE = {
     "docs/howto/doctor.md": [f"echo '{STRANGE_TEXT}' >slurm-train-77.out"],
 }
 
+CLONE = NotHere("the tests run in such a clone")
 TABLE: dict[str, dict[str, Run | Elsewhere | NotHere]] = {
     "README.md": {
         "make demo": Run("Everything is in runs/digits.", (("make", "make -o .venv/installed"),)),
@@ -98,8 +100,13 @@ TABLE: dict[str, dict[str, Run | Elsewhere | NotHere]] = {
             "tests/faults/test_checkpoint_faults.py::test_kills_and_damage_at_random_points"
         ),
     },
+    "docs/tutorial/laptop.md": {
+        "git clone <this repository> mpidp && cd mpidp": CLONE,
+        "make venv": CLONE,
+        "source .venv/bin/activate": CLONE,
+    },
     "docs/tutorial/cluster.md": {
-        "git clone <this repository> mpidp && cd mpidp": NotHere("the tests run in such a clone"),
+        "git clone <this repository> mpidp && cd mpidp": CLONE,
         "module load python openmpi": MODULES,
         "python3 -m venv .venv && source .venv/bin/activate": Run(
             "/new/bin/python", ((".venv", "new"), ("activate", "activate && command -v python"))
@@ -186,3 +193,7 @@ TABLE: dict[str, dict[str, Run | Elsewhere | NotHere]] = {
         ),
     },
 }
+
+for page in TUTORIAL:
+    typed = {command.text: Elsewhere(WORD_BY_WORD) for command in commands((ROOT / page).read_text())}
+    TABLE[page] = typed | {text: how for text, how in TABLE.get(page, {}).items() if text in typed}

@@ -13,6 +13,7 @@ PAGES = [
     "README.md",
     *sorted(str(path.relative_to(ROOT)) for path in DOCS.rglob("*.md") if "decisions" not in path.parts),
 ]
+TUTORIAL = ["docs/tutorial/laptop.md", "docs/tutorial/data.md", "docs/tutorial/loop.md"]  # typed word by word
 SHELLS = ("console", "bash", "sh", "shell")
 # What a command begins with where no fence says that it is one; variables may stand before it.
 PROGRAM = re.compile(

@@ -65,7 +65,7 @@ def check(command: Command, how: Run, cwd: Path) -> None:
     assert done.returncode == how.code, f"{text}\n{done.stdout}"
     shown = ".*".join(re.escape(words(part)) for part in how.shows.split("{}"))
     assert re.search(shown, words(done.stdout)), f"{how.shows!r} is not printed by {text}\n{done.stdout}"
-    rest = [without_measured(line) for line in done.stdout.splitlines()]
+    rest = [without_measured(line) for line in done.stdout.replace(f"{cwd}/", "").splitlines()]
     for line in command.output:
         found = [place for place, printed in enumerate(rest) if printed.startswith(without_measured(line))]
         assert line == "..." or found, f"{line!r} is not printed, after the line before it, by {text}\n{done.stdout}"
