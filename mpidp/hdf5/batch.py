@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from mpidp.errors import DataError, MismatchError
 from mpidp.hdf5.plan import IntArray
 from mpidp.world.status import NO_BATCH, status
-from mpidp.world.world import accumulate_only, check_count, check_loss, weighed
+from mpidp.world.world import accumulate_only, check_count, check_loss, resolve_world, weighed
 
 if TYPE_CHECKING:
     from mpidp.hdf5.order import Order
@@ -186,11 +186,17 @@ def _are_same_files(here: tuple[str, ...], at_root: tuple[str, ...]) -> bool:
 
 
 class Passes:
-    """Passes over the epochs of an order, one after the other, at one position in the current one."""
+    """Passes over the epochs of an order, one after the other, at one position in the current one.
+
+    `made` and `noun` name the object in messages.
+    """
 
     order: Order
 
-    def __init__(self) -> None:
+    def __init__(self, world: World | None, made: str, noun: str) -> None:
+        self.world = resolve_world(world, made)
+        self._made, self._noun = made, noun
+        self._pass = object()
         self._epoch = 0
         self._position = 0
         self._continues = False  # the next pass goes on from the position because someone asked for it
@@ -220,31 +226,60 @@ class Passes:
         """Return the number of steps of a whole epoch."""
         return self.order.steps()
 
-    def _begin_pass(self, over: str, name: str, speaks: bool) -> None:
-        """Choose where a pass begins: behind the position only in a shuffled order, or if someone asked for it.
+    def restart(self) -> None:
+        """Begin the current epoch anew, from its first step: end the pass in progress, if any. Not collective."""
+        self.stop()
+        self._position, self._continues = 0, False
 
-        Args:
-            over: what the loop is over, for the message.
-            name: of the variable that holds it, likewise.
-            speaks: whether this rank says that a pass goes on which was left.
-        """
+    def stop(self) -> None:
+        """End the pass in progress, if any. The position stays, and another pass may follow."""
+        self._pass = object()
+
+    def _state(self, *names: str) -> dict[str, Any]:
+        """Return epoch, position, number of samples and the `names` of the order."""
+        state = {"epoch": self._epoch, "position": self._position, "num_samples": self.num_samples}
+        return state | {name: getattr(self.order, name) for name in names}
+
+    def _take_position(self, state: Mapping[str, Any], fixed: Mapping[str, Any], position: int) -> None:
+        """Go on at the epoch of `state` and `position`; raises `DataError` where `state` differs from `fixed`."""
+        for name, here in fixed.items():
+            if state[name] != here:
+                raise DataError(
+                    f"the state was saved with {name} = {state[name]!r}, and here it is {here!r}; resume with the same "
+                    "data and settings"
+                )
+        if not 0 <= position <= self.num_samples or state["epoch"] < 0:
+            place = f"epoch {state['epoch']}, position {position}"
+            raise DataError(f"the state is at {place}, outside {self.num_samples} samples; it is damaged")
+        self.stop()
+        self._epoch, self._position, self._continues = state["epoch"], position, True
+
+    def _check_pass(self, this: object) -> None:
+        """Raise RuntimeError unless `this` is the pass in progress."""
+        if self._pass is not this:
+            raise RuntimeError(f"this pass over the {self._noun} was closed, for instance by another pass that began")
+
+    def _begin_pass(self) -> object:
+        """Return a new pass, which begins at the position in a shuffled order, or if someone asked for it."""
+        this = self._pass = object()
         if not self.remaining_steps:
             self._finish_epoch()
         if self._position and not self._continues:
             if self.order.shuffle == "none":
                 self._position = 0
-            elif not self._told and speaks:
+            elif not self._told and self.world.rank == 0:
                 self._told = True
                 log.warning(
                     "the loop over %s goes on behind the %s of %s samples of epoch %d that the last loop was handed "
                     "before it was left; %s.restart() before a loop begins the epoch anew",
-                    over,
+                    self._made,
                     f"{self._position:,}",
                     f"{self.num_samples:,}",
                     self._epoch,
-                    name,
+                    self._noun,
                 )
         self._continues = False
+        return this
 
     def _finish_epoch(self) -> None:
         self._epoch, self._position = self._epoch + 1, 0

@@ -48,7 +48,7 @@ class TreeCopy:
 
     def __init__(self, template: Template, target: Any, create: Create) -> None:
         self._source, self._target, self._template, self._create = template.file, target, template, create
-        self._places = {_identity(template.file.id): "/"}
+        self._places = {identity(template.file.id): "/"}
         self._made: list[tuple[Any, Any, bool]] = [(template.file, target, True)]
         self._datasets: list[tuple[Any, Any, str, str]] = []
         self._links: list[str] = []
@@ -66,7 +66,7 @@ class TreeCopy:
         referring: list[tuple[Any, Any, str, str]] = []
         for entry in self._datasets:  # now that there are all named types
             if entry[0].id.get_type().detect_class(h5py.h5t.REFERENCE):
-                self._places[_identity(entry[0].id)] = f"/{entry[3]}"
+                self._places[identity(entry[0].id)] = f"/{entry[3]}"
                 referring.append(entry)
             else:
                 self._named(entry[3], self._dataset, *entry)
@@ -122,7 +122,7 @@ class TreeCopy:
         self._object(group[name], into, name, way)
 
     def _object(self, item: Any, into: Any, name: str, way: str) -> None:
-        key = _identity(item.id)
+        key = identity(item.id)
         if isinstance(item, h5py.Dataset):  # one that has another name is linked to it when that is there
             self._datasets.append((item, into, name, way))
         elif key in self._places:
@@ -139,7 +139,7 @@ class TreeCopy:
             self._made.append((item, h5py.Datatype(kind), True))
 
     def _dataset(self, item: Any, into: Any, name: str, way: str) -> None:
-        key = _identity(item.id)
+        key = identity(item.id)
         if key in self._places:
             into[name] = self._target[self._places[key]]
             return
@@ -158,7 +158,7 @@ class TreeCopy:
         """Return a type of the source as it is in the target: a named type by its name."""
         if not kind.committed():
             return kind
-        place = self._places.get(_identity(kind))
+        place = self._places.get(identity(kind))
         return kind.copy() if place is None else h5py.h5t.open(self._target.id, place.encode())
 
     def _references(self, item: Any, into: Any, name: str, way: str) -> None:
@@ -225,7 +225,7 @@ class TreeCopy:
         if isinstance(value, h5py.h5r.Reference):
             if not value:
                 return value
-            place = self._places.get(_identity(h5py.h5r.dereference(value, self._source.id)))
+            place = self._places.get(identity(h5py.h5r.dereference(value, self._source.id)))
             if place is None:
                 raise _NotCopiedError("refers to what is not copied")
             return h5py.h5r.create(self._target.id, place.encode("utf-8", "surrogateescape"), h5py.h5r.OBJECT)
@@ -239,7 +239,8 @@ class TreeCopy:
         return value
 
 
-def _identity(item: Any) -> tuple[int, int]:
+def identity(item: Any) -> tuple[int, int]:
+    """Return what identifies an open object (low-level) by any of its names: numbers of file and address."""
     info = h5py.h5o.get_info(item)
     return info.fileno, info.addr
 

@@ -31,7 +31,6 @@ from mpidp.hdf5.prefetch import BatchRing, Prefetcher
 from mpidp.hdf5.read import RowReader, Selection, decoding, slow_paths
 from mpidp.hdf5.transform import BatchMaker, BatchTransform, SampleTransform
 from mpidp.world.system import memory_limit
-from mpidp.world.world import resolve_world
 
 if TYPE_CHECKING:
     from mpidp.hdf5.modes.memory import HeldRows
@@ -133,9 +132,8 @@ class HDF5Loader(Passes):
         allow_holes: bool = False,
         drop_last: bool = False,
     ) -> None:
-        super().__init__()
-        self.world = world = resolve_world(world, "an HDF5Loader")
-        specs = field_specs(fields)
+        super().__init__(world, "an HDF5Loader", "loader")
+        world, specs = self.world, field_specs(fields)
         order = (global_batch, seed, shuffle, streams, mixing_chunks, split, mode, memory_bytes, allow_holes, drop_last)
         given = (tuple(spec.settings() for spec in specs), order)
         check_agreed(world, given, "an HDF5Loader", _SETTINGS, absolute_paths(paths))
@@ -147,29 +145,14 @@ class HDF5Loader(Passes):
                 raise DataError(f'mode is {mode!r}; give "stream", "node", "store" or "stage"')
             self._selection = _select(self.dataset, split, seed)
             self._adopts_shuffle = shuffle == "auto" and streams is None and mixing_chunks is None
-            if shuffle == "auto":
-                shuffle = choose_shuffle(self.dataset) if self._adopts_shuffle else "streams"
-            if streams is None or mixing_chunks is None:
-                streams, mixing_chunks = choose_mixing(
-                    self.dataset, self._node_bytes, streams, mixing_chunks, global_batch
-                )
-            num_samples = int(self._selection.chunk_rows.sum())
-            if global_batch > num_samples:
-                raise DataError(
-                    f"global_batch is {global_batch}, but there are only {num_samples} samples in "
-                    f"{self.dataset.files[0].path}; give at most that many"
-                )
-            self.dataset = replace(self.dataset, num_selected=num_samples)
-            self.order = Order(
-                self._selection.chunk_rows, seed, streams, mixing_chunks, global_batch, shuffle, drop_last
-            )
+            self.order = self._choose_order(global_batch, seed, shuffle, streams, mixing_chunks, drop_last)
+            self.dataset = replace(self.dataset, num_selected=self.order.num_samples)
         self.mode = mode
         self._threads = threads or world.cores
         self._prefetch_batches, self._stage_folder = prefetch_batches, stage_folder
         self._make_batch = BatchMaker(world, transform, sample_transform)
         self._steps: Prefetcher[Assembled] | Generator[Assembled, None, None] | None = None
         self._steps_at = (0, 0)
-        self._pass = object()
         self._pid = os.getpid()
         if world.rank == 0:
             order_warnings = warnings_about(self.order, self.dataset, self._rank_bytes, world.size)
@@ -177,6 +160,28 @@ class HDF5Loader(Passes):
                 warnings.warn(text, stacklevel=2)
         self._ring = self._new_ring()
         self._source: FileRows | HeldRows | None = self._open_source()
+
+    def _choose_order(
+        self,
+        global_batch: int,
+        seed: int,
+        shuffle: Shuffle | Literal["auto"],
+        streams: int | None,
+        mixing_chunks: int | None,
+        drop_last: bool,
+    ) -> Order:
+        """Return the order of the selected rows; what was left to the loader follows from the data set."""
+        chunk_rows = self._selection.chunk_rows
+        if shuffle == "auto":
+            shuffle = choose_shuffle(self.dataset) if self._adopts_shuffle else "streams"
+        if streams is None or mixing_chunks is None:
+            streams, mixing_chunks = choose_mixing(self.dataset, self._node_bytes, streams, mixing_chunks, global_batch)
+        if global_batch > chunk_rows.sum():
+            raise DataError(
+                f"global_batch is {global_batch}, but there are only {chunk_rows.sum()} samples in "
+                f"{self.dataset.files[0].path}; give at most that many"
+            )
+        return Order(chunk_rows, seed, streams, mixing_chunks, global_batch, shuffle, drop_last)
 
     @property
     def line(self) -> str:
@@ -189,11 +194,9 @@ class HDF5Loader(Passes):
         return f"{order}{where}, {decoding(self.dataset)} by {threads}"
 
     def __iter__(self) -> Iterator[Batch]:
-        this = self._pass = object()
-        self._begin_pass("an HDF5Loader", "loader", speaks=self.world.rank == 0)
+        this = self._begin_pass()
         while self.remaining_steps:
-            if self._pass is not this:
-                raise RuntimeError("this pass over the loader was closed, for instance by another pass that began")
+            self._check_pass(this)
             self._check_process()
             try:
                 assembled = next(self._steps_here())
@@ -206,14 +209,9 @@ class HDF5Loader(Passes):
         if self._pass is this:
             self._finish_epoch()
 
-    def restart(self) -> None:
-        """Begin the current epoch anew, from its first step: end the pass in progress, if any. Not collective."""
-        self.stop()
-        self._position, self._continues = 0, False
-
     def stop(self) -> None:
         """End the pass in progress, if any, and all threads. The position stays, and another pass may follow."""
-        self._pass = object()
+        super().stop()
         self._end_reading()
 
     def close(self) -> None:
@@ -228,17 +226,8 @@ class HDF5Loader(Passes):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: epoch, global samples handed out, and all that the order depends on. Not collective."""
-        return {
-            "epoch": self._epoch,
-            "position": self._position,
-            "num_samples": self.num_samples,
-            "seed": self.order.seed,
-            "streams": self.order.streams,
-            "mixing_chunks": self.order.mixing_chunks,
-            "shuffle": self.order.shuffle,
-            "global_batch": self.order.global_batch,
-            "files": fingerprint(self.dataset),
-        }
+        state = self._state("seed", "streams", "mixing_chunks", "shuffle", "global_batch")
+        return {**state, "files": fingerprint(self.dataset)}
 
     def load_state_dict(self, state: Mapping[str, Any], *, accept_changed: bool = False) -> None:
         """Go on where `state` was taken: exactly its unseen samples follow. Not collective; call it on every rank.
@@ -264,21 +253,11 @@ class HDF5Loader(Passes):
             fixed["shuffle"] = self.order.shuffle
         if self._selection.split is not None:
             fixed["seed"] = self.order.seed  # or rows held out for validation would now be trained on
-        for name, here in fixed.items():
-            if state[name] != here:
-                raise DataError(
-                    f"the checkpoint was written with {name} = {state[name]!r}, this loader has {here!r}; "
-                    "resume with the same data and settings"
-                )
-        position = state["position"] if same else 0
-        if not 0 <= position <= self.num_samples or state["epoch"] < 0:
-            place = f"epoch {state['epoch']}, position {position}"
-            raise DataError(f"the checkpoint is at {place}, outside {self.num_samples} samples; it is damaged")
-        self.stop()
         names = ("seed", "streams", "mixing_chunks", "shuffle") if same else ("seed",)
-        self.order = replace(self.order, **{name: state[name] for name in names})
+        order = replace(self.order, **{name: state[name] for name in names})
+        self._take_position(state, fixed, state["position"] if same else 0)
+        self.order = order
         self._ring = self._new_ring()  # with other streams, a rank may have more samples in a step
-        self._epoch, self._position, self._continues = state["epoch"], position, True
 
     @property
     def _rank_bytes(self) -> int:

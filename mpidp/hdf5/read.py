@@ -321,6 +321,10 @@ class PlainReader:
             raise
         except HDF5_ERRORS as error:  # KeyError: the file was replaced by one without the dataset
             raise DataError(f"cannot be read; the file may be damaged. HDF5 says: {error}") from error
+        if field.stored.kind == "c" and values.dtype.names and not (field.member or field.decoded):
+            # Imaginary part first, as h5py gives such values where another reader has the file open.
+            parts, values = values, np.empty(values.shape, field.stored)
+            values.real, values.imag = parts["r"], parts["i"]
         return narrow_to_bfloat16(values) if field.stored_bfloat16 else values
 
     def close(self) -> None:

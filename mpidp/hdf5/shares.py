@@ -14,7 +14,6 @@ from mpidp.errors import DataError
 from mpidp.hdf5.batch import Batch, Passes, check_agreed
 from mpidp.hdf5.order import Order, Share, Step, step_rows
 from mpidp.hdf5.plan import EpochPlan, IntArray
-from mpidp.world.world import resolve_world
 
 if TYPE_CHECKING:
     from mpidp.world.world import World
@@ -63,17 +62,15 @@ class Shares(Passes):
         drop_last: bool = False,
         world: World | None = None,
     ) -> None:
-        super().__init__()
-        self.world = world = resolve_world(world, "mpidp.shares")
+        super().__init__(world, "mpidp.shares", "shares")
         settings = (num_samples, global_batch, seed, shuffle, drop_last)
-        check_agreed(world, settings, "mpidp.shares", "num_samples, global_batch, seed, shuffle, drop_last")
+        check_agreed(self.world, settings, "mpidp.shares", "num_samples, global_batch, seed, shuffle, drop_last")
         if not 0 < global_batch <= num_samples:
             raise DataError(
                 f"global_batch is {global_batch}, and there are {num_samples} samples; give at least 1 and at most that"
             )
         chunk_rows = np.array([num_samples], dtype=np.int64)
         self.order = Order(chunk_rows, seed, 1, 1, global_batch, "full" if shuffle else "none", drop_last)
-        self._pass = object()
         self._may_begin = False
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -104,34 +101,20 @@ class Shares(Passes):
                 "shares.steps was given another loader; give DataLoader(dataset, batch_sampler=shares), without "
                 "in_order=False"
             )
-        this = self._pass = object()
-        self._begin_pass("mpidp.shares", "shares", speaks=self.world.rank == 0)
+        this = self._begin_pass()
         coming = self._rest()
         batches = self._begin(loader)
         for step, rows in coming:
-            if self._pass is not this:
-                raise RuntimeError("this loop over mpidp.shares was closed, for instance by another one that began")
+            self._check_pass(this)
             batch = next(batches)
             self._position = step.stop
             yield Batch({}, rows, step.stop - step.start, self.world, (self._epoch, step.stop)), batch
         if self._pass is this:
             self._finish_epoch()
 
-    def restart(self) -> None:
-        """Begin the current epoch anew, from its first step: end the loop in progress, if any. Not collective."""
-        self._pass = object()
-        self._position, self._continues = 0, False
-
     def state_dict(self) -> dict[str, Any]:
         """Return the position: epoch, global samples handed out, and all that the order depends on. Not collective."""
-        return {
-            "epoch": self._epoch,
-            "position": self._position,
-            "num_samples": self.num_samples,
-            "seed": self.order.seed,
-            "shuffle": self.order.shuffle,
-            "global_batch": self.order.global_batch,
-        }
+        return self._state("seed", "shuffle", "global_batch")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken: exactly its unseen samples follow, at any number of ranks. Not collective.
@@ -145,18 +128,9 @@ class Shares(Passes):
         missing = here.keys() - state.keys()
         if missing:
             raise DataError(f"the state lacks {', '.join(sorted(missing))}; it is not one of mpidp.shares")
-        for name in ("num_samples", "shuffle"):
-            if state[name] != here[name]:
-                raise DataError(
-                    f"the state was taken with {name} = {state[name]!r}, these shares have {here[name]!r}; "
-                    "resume with the same data and settings"
-                )
-        if not 0 <= state["position"] <= self.num_samples or state["epoch"] < 0:
-            place = f"epoch {state['epoch']}, position {state['position']}"
-            raise DataError(f"the state is at {place}, outside {self.num_samples} samples; it is damaged")
-        self.restart()
-        self.order = replace(self.order, seed=state["seed"])
-        self._epoch, self._position, self._continues = state["epoch"], state["position"], True
+        order = replace(self.order, seed=state["seed"])
+        self._take_position(state, {name: here[name] for name in ("num_samples", "shuffle")}, state["position"])
+        self.order = order
 
     def _rest(self) -> Iterator[tuple[Step, IntArray]]:
         """Return the steps of the epoch from the position on, with this rank's samples."""

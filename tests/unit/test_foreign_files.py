@@ -374,7 +374,7 @@ DAMAGE: dict[str, tuple[bytes, bytes, dict[str, Any], str]] = {
         b"shuffle\0\4\0\0\0",
         b"shuffle\0\4\0\0\xfe",
         {**CHUNKS, "shuffle": True},
-        "filter shuffle was told of elements of 4261412868 bytes, and they have 4",
+        "filter shuffle was written for elements of 4261412868 bytes, but they have 4",
     ),
 }
 

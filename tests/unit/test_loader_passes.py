@@ -208,8 +208,8 @@ def test_streams_of_a_state_may_give_a_rank_more_samples(paths: list[Path]) -> N
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
-        ({"num_samples": 9}, "num_samples = 9, this loader has 150"),
-        ({"shuffle": "full"}, "shuffle = 'full', this loader has 'streams'"),
+        ({"num_samples": 9}, "num_samples = 9, and here it is 150"),
+        ({"shuffle": "full"}, "shuffle = 'full', and here it is 'streams'"),
         ({"position": 151}, "epoch 0, position 151"),
         ({"epoch": -1}, "epoch -1"),
     ],
@@ -224,7 +224,7 @@ def test_states_of_something_else(paths: list[Path], changed: dict[str, Any], te
 
 def test_another_seed_would_change_the_split(paths: list[Path]) -> None:
     state = make(paths, split=("train", 0.2), seed=1).state_dict()
-    with pytest.raises(DataError, match="seed = 1, this loader has 2"):
+    with pytest.raises(DataError, match="seed = 1, and here it is 2"):
         make(paths, split=("train", 0.2), seed=2).load_state_dict(state)
 
 

@@ -17,6 +17,7 @@ from mpidp.hdf5.decode import RawFiles
 from mpidp.hdf5.field import FieldSpec
 from mpidp.hdf5.files import locate
 from mpidp.hdf5.files.describe import describe
+from mpidp.hdf5.read import RowReader, Selection
 
 # Each kind of index that HDF5 keeps of its chunks.
 INDICES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -396,3 +397,15 @@ def test_a_page_that_was_wrong_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("mpidp.hdf5.decode.os.preadv", read)
     assert read_rows(dataset).tolist() == list(range(10)) and turns[0] >= 2
+
+
+def test_two_readers_of_values_whose_imaginary_part_comes_first(tmp_path: Path) -> None:
+    """HDF5 gives the second reader of an open file the two parts as members of a compound."""
+    kind, values, _ = SLOW_TYPES["imaginary part first"]
+    dataset = describe(low_level(tmp_path / "a.h5", kind, (20,), values), ("x",))
+    into = np.empty(20, "c8")
+    with closing(RowReader(Selection(dataset))) as one, closing(RowReader(Selection(dataset))) as other:
+        for reader in (one, other):
+            reader.read_field(0, 0, 0, 20, into)
+            np.testing.assert_array_equal(into, values)
+            into[:] = 0

@@ -132,7 +132,7 @@ def test_passes_that_broke_off(caplog: pytest.LogCaptureFixture) -> None:
     first = shares.steps(loader_of(shares))
     next(first)
     next(shares.steps(loader_of(shares)))
-    with pytest.raises(RuntimeError, match="another one that began"):
+    with pytest.raises(RuntimeError, match="another pass that began"):
         next(first)
     assert len(caplog.records) == 1
 
@@ -165,8 +165,8 @@ def test_a_loader_that_is_not_counted() -> None:
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
-        ({"num_samples": 9}, "num_samples = 9, these shares have 53"),
-        ({"shuffle": "none"}, "shuffle = 'none', these shares have 'full'"),
+        ({"num_samples": 9}, "num_samples = 9, and here it is 53"),
+        ({"shuffle": "none"}, "shuffle = 'none', and here it is 'full'"),
         ({"position": 54}, "epoch 0, position 54"),
         ({"epoch": -1}, "epoch -1"),
     ],

@@ -14,6 +14,7 @@ import h5py
 import numpy as np
 
 from mpidp.errors import DataError
+from mpidp.hdf5.copy import identity
 from mpidp.hdf5.files.file import Facts, inspect, open_file
 from mpidp.hdf5.files.locate import MOST_CHUNKS
 from mpidp.hdf5.files.types import HDF5_ERRORS, damage_told, is_dimension_only, small_attribute
@@ -178,12 +179,6 @@ def walk(file: Any) -> Tree:
     return _Walk(file).tree
 
 
-def identity(item: Any) -> tuple[int, int]:
-    """Return what tells an object from any other, whatever its names: the number of its file, and where it lies."""
-    info = h5py.h5o.get_info(item.id)
-    return info.fileno, info.addr
-
-
 def natural(name: str) -> list[tuple[int, str]]:
     """Return a key that sorts names as people count: sample_2 before sample_10."""
     parts = re.split(r"(\d+)", name)
@@ -195,7 +190,7 @@ class _Walk:
 
     def __init__(self, file: Any) -> None:
         self.tree = Tree()
-        self._seen = {identity(file)}
+        self._seen = {identity(file.id)}
         self._external: list[tuple[Any, str, str]] = []
         self._group(file, "", "")
         held: list[Any] = []  # HDF5 numbers a file anew when it is opened again
@@ -224,9 +219,9 @@ class _Walk:
         """Note what a link leads to, and all that is in it; return whether it is a group."""
         try:
             item = group[name]
-            if identity(item) in self._seen:
+            if identity(item.id) in self._seen:
                 return False
-            self._seen.add(identity(item))
+            self._seen.add(identity(item.id))
             if isinstance(item, h5py.Group):
                 self.tree.groups.append(way)
                 self._group(item, way, internal or _internal_group(item, way, self.tree))

@@ -1,7 +1,7 @@
 """The places of a dataset's bytes on disk, or the reason why only HDF5 can read them.
 
-Addresses are not trusted before values decoded from them equal those that HDF5 reads: a user block shifts
-them, and a filter or a type may hold a surprise.
+Addresses are used only after values decoded from them were equal to those that HDF5 reads: a user block shifts
+addresses, and filters and types may have variants that are not known here.
 """
 
 import math
@@ -19,7 +19,7 @@ from mpidp.hdf5.dataset import Filter, Storage
 from mpidp.hdf5.decode import Decoder
 from mpidp.hdf5.field import narrow_to_bfloat16
 from mpidp.hdf5.files.file import unwritten
-from mpidp.hdf5.files.types import is_complete
+from mpidp.hdf5.files.types import is_complete, raw_block
 from mpidp.hdf5.filters import BITSHUFFLE, NAMES, SHUFFLE, obstacle
 from mpidp.hdf5.plan import IntArray, WordArray
 
@@ -30,10 +30,7 @@ MOST_CHUNKS = 2**26
 
 
 def locate(dataset: Any, dtype: np.dtype[Any] | None, axis: int) -> Storage | str:
-    """Return the storage of a dataset whose values are `dtype` on disk, or why it cannot be read without HDF5.
-
-    `axis`, at least 0, counts the samples.
-    """
+    """Return the storage of a dataset of `dtype` whose samples lie along `axis`, or why only HDF5 can read it."""
     plist = dataset.id.get_create_plist()
     fill_is_defined = plist.fill_value_defined() != h5py.h5d.FILL_VALUE_UNDEFINED
     if not fill_is_defined and unwritten(dataset):
@@ -93,14 +90,14 @@ class _Locator:
         return "" if same else "HDF5 converts its values while it reads them"
 
     def _check_element_size(self) -> None:
-        """Raise `DataError` where a filter was told of elements of another size: a loop over them might not end."""
+        """Raise `DataError` where a filter has another element size than the dataset: undoing it might not end."""
         for step in self.filters:
             place = {SHUFFLE: 0, BITSHUFFLE: 2}.get(step.number)
             if place is not None and step.values[place : place + 1] != (self.dtype.itemsize,):
                 found = ", ".join(map(str, step.values[place : place + 1])) or "no size"
                 raise DataError(
-                    f"{_where(self.dataset)}: filter {step.name} was told of elements of {found} bytes, and they have "
-                    f"{self.dtype.itemsize}; the file is damaged: write it again"
+                    f"{_where(self.dataset)}: filter {step.name} was written for elements of {found} bytes, but they "
+                    f"have {self.dtype.itemsize}; the file is damaged: write it again"
                 )
 
     def _chunked(self) -> Storage:
@@ -148,10 +145,8 @@ class _Locator:
         )
 
     def _checked_cells(self, places: IntArray, grid: tuple[int, ...]) -> IntArray:
-        """Return the number of each chunk in the grid; raises `DataError` unless there is one chunk at each place.
-
-        Older files have no checksum of the index, and HDF5 finds nothing, that is fill values, where a key is damaged.
-        """
+        """Return the number of each chunk in the grid; raises `DataError` unless there is one chunk at each place."""
+        # Older files have no checksum of the index, and HDF5 reads fill values where a key of it is damaged.
         cells, rest = np.divmod(places, np.array(self.chunks))
         inside = bool((rest == 0).all() and (cells >= 0).all() and (cells < np.array(grid)).all())
         numbers = np.ravel_multi_index(tuple(cells.T), grid) if inside else np.empty(0, np.int64)
@@ -178,9 +173,7 @@ class _Locator:
                 "lie; it is damaged: write it again"
             )
         if self.plist.get_layout() == h5py.h5d.COMPACT:
-            values = np.empty(self.shape, self.dtype)
-            self.dataset.id.read(h5py.h5s.ALL, h5py.h5s.ALL, values, self.kind)
-            inline, offset = values.tobytes(), 0
+            inline, offset = raw_block(self.dataset, (0,) * len(self.shape), self.shape).tobytes(), 0
         if offset is None:
             return "its bytes have no place in this file"
         return Storage(
@@ -198,7 +191,7 @@ class _Locator:
         )
 
     def _verified(self, storage: Storage) -> Storage | str:
-        """Return the storage with offsets at which some blocks hold the values HDF5 reads, or what differed."""
+        """Return the storage with the offsets at which some blocks equal what HDF5 reads, or what differed."""
         if storage.inline:
             return storage
         user_block = self.home.userblock_size
@@ -224,24 +217,17 @@ class _Locator:
         return equal[0] if equal else f"bytes read without HDF5 differ from its own reading ({problem})"
 
     def _read_by_hdf5(self, start: int, stop: int) -> npt.NDArray[Any]:
+        """Return rows as opaque values, so that HDF5 converts nothing and every bit is compared."""
         begin, shape = [0] * len(self.shape), list(self.shape)
         begin[self.axis], shape[self.axis] = start, stop - start
-        values = np.empty(shape, self.dtype)
-        space = self.dataset.id.get_space()
-        space.select_hyperslab(tuple(begin), tuple(shape))
         try:
-            # Into the type of the file, so that HDF5 converts nothing and not a bit may differ.
-            self.dataset.id.read(h5py.h5s.create_simple(tuple(shape)), space, values, self.kind)
+            return np.moveaxis(raw_block(self.dataset, tuple(begin), tuple(shape)), self.axis, 0)
         except OSError as error:
             place = f"{_where(self.dataset)}, rows {start} to {stop - 1}"
             raise DataError(f"{place} cannot be read; the file may be damaged. HDF5 says: {error}") from error
-        return np.moveaxis(values, self.axis, 0)
 
     def _check_lookup(self, storage: Storage) -> None:
-        """Raise `DataError` where HDF5 does not find a chunk that its index lists: then its own reading is wrong.
-
-        Reads all chunks, which is what so strange a dataset is worth.
-        """
+        """Raise `DataError` where HDF5 does not find a chunk that its index lists: then what it reads is wrong."""
         for block in range(storage.grid[storage.axis]):
             for tile, (within_row, _) in enumerate(storage.tiles()):
                 corner = [part.start for part in within_row]
@@ -263,10 +249,8 @@ class _Locator:
 def _chunk_table(dataset: Any, most: int) -> tuple[IntArray, WordArray]:
     """Return the first element (n, axes) and (offset, size, mask) (n, 3) of each chunk that was written.
 
-    Ends once there are more than `most`, which fit the dataset: only a damaged index lists more.
-
-    `chunk_iter` visits the index once. Asking for chunk after chunk searches it anew each time: 74 s where
-    32,000 chunks take 0.05 s so.
+    Only a damaged index lists more than `most` chunks. `chunk_iter` visits the index once, in 0.05 s for 32,000 chunks;
+    asking for one chunk after another takes 74 s.
     """
     places: list[tuple[int, ...]] = []
     facts: list[tuple[int, int, int]] = []

@@ -1,6 +1,7 @@
-"""Types, attributes and values of an open dataset in NumPy's terms, also where NumPy has no such type.
+"""Types, attributes and values of an open dataset as NumPy has them.
 
-A type that NumPy lacks, or whose values vary in length, spoils no member beside it: HDF5 reads any member alone.
+Members of a compound are read one by one, so a member of a type that NumPy lacks, or that varies in length, does not
+affect the others.
 """
 
 import math
@@ -17,13 +18,12 @@ from mpidp.errors import DataError, MpidpError
 from mpidp.hdf5.field import Packing
 from mpidp.printable import listed
 
-# h5py raises all of these over damaged files: sizes that no array can have, names that are no text, types that
-# NumPy lacks, references that lead nowhere.
+# What h5py raises for damaged files: impossible sizes, names that are not text, unknown types, broken references.
 HDF5_ERRORS = (ArithmeticError, LookupError, MemoryError, OSError, RuntimeError, SystemError, TypeError, ValueError)
 
 
 def damage_text(path: str, name: str, error: BaseException) -> str:
-    """Return one line that says of which object of which file h5py raised `error`."""
+    """Return one line that names the object of which h5py raised `error`."""
     place = f'{path}: "{name}"' if name else path
     said = " ".join(str(error).split()) or type(error).__name__
     return f"{place} cannot be read; the file may be damaged. HDF5 says: {said}"
@@ -31,7 +31,7 @@ def damage_text(path: str, name: str, error: BaseException) -> str:
 
 @contextmanager
 def damage_told(path: str, name: str = "") -> Iterator[None]:
-    """Raises `DataError` with `damage_text` for whatever h5py raises within; errors of this package pass."""
+    """Raise `DataError` with `damage_text` for what h5py raises in the block; errors of this package pass."""
     try:
         yield
     except MpidpError:

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mpidp.errors import DataError
-from mpidp.hdf5.copy import Template, is_fixed_size
-from mpidp.hdf5.files.contents import Tree, identity, natural, too_large, virtual_gaps, walk
+from mpidp.hdf5.copy import Template, identity, is_fixed_size
+from mpidp.hdf5.files.contents import Tree, natural, too_large, virtual_gaps, walk
 from mpidp.hdf5.files.file import Facts, inspect, open_file
 from mpidp.hdf5.files.types import HDF5_ERRORS, damage_told, fill_bytes, raw_block
 from mpidp.hdf5.plan import IntArray
@@ -158,7 +158,7 @@ class HDF5Source(Source):
         for name in self._wanted or self._names(tree):
             facts = self._facts(name)
             dataset = self._file[name]
-            if self._wanted and identity(dataset) in map(identity, self._datasets.values()):
+            if self._wanted and identity(dataset.id) in (identity(each.id) for each in self._datasets.values()):
                 continue  # another name of the same object becomes a link to it
             if name not in tree.internal and _has_rows(dataset):
                 self._check(dataset, name, facts)
@@ -227,14 +227,14 @@ class HDF5Source(Source):
                     f"--stack-groups={path or '/'} makes one dataset for each field of them"
                 )
         here = [name for name in tree.datasets if not (skipped and name.startswith(skipped))]
-        home = identity(self._file)[0]
-        return here if self._expand else [name for name in here if identity(self._file[name])[0] == home]
+        home = identity(self._file.id)[0]
+        return here if self._expand else [name for name in here if identity(self._file[name].id)[0] == home]
 
     def _facts(self, name: str) -> Facts:
         where = f'{self._path}: dataset "{name}"'
         with damage_told(self._path, name):
             facts = inspect(self._file, name)
-            is_elsewhere = identity(self._file[name])[0] != identity(self._file)[0]
+            is_elsewhere = identity(self._file[name].id)[0] != identity(self._file.id)[0]
         elsewhere = "reached by an external link" if is_elsewhere else facts.elsewhere
         is_own = elsewhere.endswith(" over .")  # a virtual dataset over datasets of its own file
         if elsewhere and not is_own and not self._expand:
