@@ -1,8 +1,7 @@
 """Reading and decoding of rows without HDF5, from the places in the file that a `Storage` lists.
 
-Everything that takes time here - reading, inflating, copying - releases Python's lock, so threads decode side by
-side. Each thread works in buffers of its own, and keeps a few descriptors: a data set may have more files than a
-process may open.
+Reading, inflating and copying release Python's lock, so threads decode in parallel. Each thread has its own buffers,
+and keeps a few files open.
 """
 
 import errno
@@ -40,7 +39,7 @@ def retried(
 ) -> T:
     """Return action(), called again a few times, with pauses, after an I/O error that may pass.
 
-    failure: of an attempt that was already made. before_again: called before each further attempt.
+    `failure` is that of an attempt that was already made. `before_again` is called before each further attempt.
     """
     for pause_s in _BACK_OFF_S:
         try:
@@ -72,11 +71,7 @@ class RawFiles:
         self._all: list[OrderedDict[str, int]] = []
 
     def read(self, path: str, offset: int, into: Bytes) -> None:
-        """Fill `into` with the bytes of the file from `offset` on.
-
-        Raises OSError as the system does, after a few attempts where it may pass, and `DataError` at the
-        file's end.
-        """
+        """Fill `into` with the bytes of the file from `offset` on; raises OSError, or `DataError` at its end."""
         try:
             _fill(self._descriptor(path), path, offset, into)
         except OSError as error:

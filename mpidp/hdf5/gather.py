@@ -1,9 +1,4 @@
-"""Gathering the rows of a step: from the streams of an order, or in any order.
-
-`StreamGatherer` holds the current group of every stream of this rank decoded, and threads decode ahead the groups that
-will be needed next, in the order in which they will be needed. `RowGatherer` is for rows as they lie in the file and
-for any permutation.
-"""
+"""Gathering the rows of a step: by streams, with threads that decode groups ahead, or in any order of rows."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -67,9 +62,8 @@ class _Wanted:
 class StreamGatherer:
     """Gathers the steps of one epoch, from the one at `position` to the one that stops at `end`, in order.
 
-    A stream's *slot* is its number among the streams of this rank. Groups are started in the order of the first
-    index that needs them, and a group takes over from the one that its slot held. So when the next group in
-    that order is waited for, at most one group a slot is held, and a store with room for one more cannot stall.
+    A stream's *slot* is its number among the streams of this rank; it holds one decoded group. Groups are read in the
+    order of the first index that needs them, so a store with room for one group more than there are slots cannot stall.
     """
 
     def __init__(self, plan: StreamPlan, store: GroupStore, size: int, rank: int, position: int, end: int) -> None:
@@ -156,9 +150,8 @@ def _wanted(plan: StreamPlan, size: int, rank: int, position: int, end: int) -> 
 class RowGatherer:
     """Reads the rows of a step, in any order; for any number of threads.
 
-    Chunks of which parts are needed are decoded whole and kept while there is room, up to `most_bytes`; with
-    `keep_all`, which is for orders that come back to every chunk, all of them in one block if it is so large.
-    Where nothing is encoded, just the rows that are needed are read. `room` gives memory for the rows of a chunk.
+    Chunks are decoded whole and the last ones kept, up to `most_bytes`, or all with `keep_all` if they fit. Where
+    nothing is encoded, only the rows that are needed are read. `room` gives memory for the rows of a chunk.
     """
 
     def __init__(self, reader: RowReader, most_bytes: int, keep_all: bool, room: Callable[[int], Rows]) -> None:

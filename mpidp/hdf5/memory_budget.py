@@ -87,14 +87,7 @@ def _reads_single_rows(dataset: DataSet, most_cache_bytes: int = CACHE_BYTES) ->
 
 @dataclass(frozen=True)
 class Resources:
-    """What a rank may use to read.
-
-    Attributes:
-        threads: that decode.
-        held_groups: groups of rows that are held decoded.
-        kept_bytes: of decoded chunks, for orders that come back to them.
-        cache_bytes: of decoded blocks of fields whose chunks are taller than others'.
-    """
+    """What a rank may use to read: threads that decode, decoded groups, and bytes of decoded chunks and blocks."""
 
     threads: int
     held_groups: int
@@ -103,11 +96,8 @@ class Resources:
 
 
 def resources(order: Order, row_bytes: int, rank_bytes: int, threads: int, size: int, rank: int) -> Resources:
-    """Return what `rank` of `size`, which may hold `rank_bytes`, uses.
-
-    Beside the group of each stream there is room for those being read, and for the next one of each stream, if they
-    fit: at the end of an epoch all streams turn to the next at once. There is room for one more in any case.
-    """
+    """Return what `rank` of `size`, which may hold `rank_bytes`, uses."""
+    # At the end of an epoch all streams need their next group at once; there is room for one more in any case.
     slots = number_of_slots(order.streams, size, rank)
     group_bytes = max(1, order.mixing_chunks * int(order.chunk_rows.max()) * row_bytes)
     reserve = min(threads + slots, int(rank_bytes * 0.6) // group_bytes - slots)

@@ -102,8 +102,7 @@ def mix(word: WordArray) -> WordArray:
 class EpochPlan(ABC):
     """The order of one epoch: global index i in [0, num_samples) -> row, and the owner of i in each step.
 
-    A step that starts at position p (global samples consumed) is the range [p, min(p + global_batch,
-    num_samples)). Which rows it holds never depends on the number of ranks; who reads them does.
+    Which rows a step holds never depends on the number of ranks; which rank reads them does.
     """
 
     def __init__(self, num_samples: int, global_batch: int) -> None:
@@ -111,10 +110,7 @@ class EpochPlan(ABC):
         self.global_batch = global_batch
 
     def step(self, position: int) -> tuple[int, int]:
-        """Return (start, stop) in global indices of the step that starts at `position`.
-
-        Raises `DataError` when `position` is not in [0, num_samples].
-        """
+        """Return (start, stop) in global indices of the step that starts at `position`."""
         if not 0 <= position <= self.num_samples:
             raise DataError(f"position {position} is outside this epoch of {self.num_samples} samples")
         return position, min(position + self.global_batch, self.num_samples)
@@ -125,10 +121,7 @@ class EpochPlan(ABC):
 
     @abstractmethod
     def local_indices(self, position: int, size: int, rank: int) -> IntArray:
-        """Return the global indices (int64, ascending) that `rank` of `size` reads in the step at `position`.
-
-        Over the ranks of any `size` these are a partition of the step.
-        """
+        """Return the global indices (int64, ascending) that `rank` of `size` reads in the step at `position`."""
 
 
 class FilePlan(EpochPlan):
@@ -294,11 +287,7 @@ class StreamPlan(EpochPlan):
 
 
 def automatic_streams(num_rows: int, chunk_bytes: float, mixing_chunks: int, most_bytes: int = 2**30) -> int:
-    """Return the largest power of two of streams within 64, one a row, and `most_bytes` of groups over all ranks.
-
-    `chunk_bytes` is the mean size in memory of a chunk of rows. The number of ranks has no say, so that the
-    order of the samples does not depend on it.
-    """
+    """Return the largest power of two of streams within 64, one a row, and `most_bytes` of groups over all ranks."""
     group_bytes = max(1, mixing_chunks) * chunk_bytes  # Order refuses a depth below 1, and says so
     limit = min(_MOST_STREAMS, num_rows, int(most_bytes / group_bytes))
     return 1 << (max(1, limit).bit_length() - 1)

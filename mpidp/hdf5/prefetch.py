@@ -1,8 +1,7 @@
 """Prefetching: a thread makes batches ahead of use, in memory that is allocated once and used in turn.
 
-A thread and not a process: forking after MPI has started is unsafe, and spawned processes cannot start MPI again. The
-thread never calls MPI. A batch's memory is used again when nothing refers to it any more, neither the batch nor any
-tensor or array that shares its memory: who keeps batches keeps their values, at the price of memory allocated anew.
+The thread never calls MPI. It is no process, since forking after MPI has started is unsafe. A batch's memory is used
+again when neither the batch nor any tensor or array that shares its memory is referred to.
 """
 
 import os
@@ -101,10 +100,9 @@ class _End:
 
 
 class Prefetcher(Generic[T]):
-    """Iterates over the items of `make()`, which runs in a thread up to `depth` items ahead.
+    """Iterates over the items of the generator `make()`, which runs in a thread up to `depth` items ahead.
 
-    `make` returns a generator, which is run and closed in the thread alone. An exception in it is raised by
-    `next`. The thread is joined by `close`, at the end of the items, and when the prefetcher is collected.
+    The thread is joined by `close`, at the end of the items, and when the prefetcher is collected.
     """
 
     def __init__(self, make: Callable[[], "Iterator[T]"], depth: int) -> None:

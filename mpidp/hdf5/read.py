@@ -58,10 +58,7 @@ class Selection:
 
 
 class RowReader:
-    """Reads selected rows of chunks, for any number of threads of the process that made it.
-
-    cache_bytes: decoded blocks that are taller than the ranges in which rows are read are kept up to this size.
-    """
+    """Reads selected rows of chunks, for any number of threads; keeps up to `cache_bytes` of blocks it needs again."""
 
     def __init__(self, selection: Selection, cache_bytes: int = CACHE_BYTES) -> None:
         self.selection = selection
@@ -87,10 +84,7 @@ class RowReader:
         self._spans = threading.local()
 
     def read(self, piece: Piece, into: Rows) -> None:
-        """Fill `into`, which has room for just the rows of `piece`: selected rows [start, stop) of a chunk.
-
-        Raises `DataError` naming file, dataset and rows when they cannot be read, and when a value does not fit.
-        """
+        """Fill `into` with the rows of `piece`; raises `DataError` naming file, dataset and rows."""
         if piece.start == piece.stop:
             return
         # The rest of a chunk that is cut between streams will be wanted too.
@@ -235,11 +229,7 @@ class Cache(Generic[Key, Value]):
         self._lock = threading.Lock()
 
     def get(self, key: Key, make: Callable[[], Value]) -> Value:
-        """Return the value of `key`, which `make` returns if it is not kept.
-
-        A thread that wants what another is making waits for it. What `make` raises is raised in all of them,
-        and not kept.
-        """
+        """Return the value of `key`, which one thread makes while others wait. What `make` raises, all raise."""
         with self._lock:
             future = self._kept.get(key)
             mine = future is None
@@ -310,11 +300,7 @@ class PlainReader:
         self._cache_bytes = min(max(_LEAST_CACHE_BYTES, 2 * largest), _MOST_CACHE_BYTES)
 
     def read(self, file: int, field: Field, start: int, stop: int) -> npt.NDArray[Any]:
-        """Return rows [start, stop) of a file as an array (stop - start, ...) of stored values.
-
-        Of compounds they have the member of the field, if it has one; bfloat16 is its bits in uint16. Raises
-        `DataError` when they cannot be read (after a few attempts where the error may pass).
-        """
+        """Return rows [start, stop) as stored: compounds with the field's member only, bfloat16 as bits in uint16."""
         try:
             values = retried(lambda: self._read(file, field, start, stop))
         except MpidpError:

@@ -110,10 +110,7 @@ def transform_samples(transform: SampleTransform, tensors: Tensors, random: Samp
 
 
 def transform_batch(transform: BatchTransform, tensors: Tensors, random: SampleRandom | None, size: int) -> Tensors:
-    """Return what `transform`, which takes `random` unless it is None, makes of a batch of `size` samples.
-
-    Raises `DataError` if it has not as many.
-    """
+    """Return what `transform`, which takes `random` unless it is None, makes of a batch of `size` samples."""
     made: Tensors = transform(tensors) if random is None else transform(tensors, random)  # type: ignore[call-arg]
     for name, tensor in made.items():
         if tensor.dim() == 0 or len(tensor) != size:

@@ -140,12 +140,7 @@ def _common_rows(path: str, found: Sequence[FoundDataset]) -> int:
 
 
 def _range_rows(num_rows: int, fields: Sequence[Field], found: Sequence[FoundDataset]) -> int:
-    """Return how many rows to read together.
-
-    The chunks of the field with most bytes a row decide, because decoding it costs most. Small chunks are
-    taken several at a time, so that a read is worth its cost, as long as enough ranges remain to be shuffled; a
-    chunk that is too large to hold is read in parts, and so more than once.
-    """
+    """Return how many rows to read together: some chunks of the field with most bytes a row, or part of a huge one."""
     row_bytes = sum(field.row_bytes for field in fields)
     both = zip(fields, found, strict=True)
     chunked = [(field.row_bytes, each.chunk_rows) for field, each in both if each.facts.chunks]

@@ -87,9 +87,9 @@ def open_file(path: str, cache_bytes: int) -> Any:
 def open_apart(path: str, cache_bytes: int) -> Any:
     """Return the open file as `open_file` does, and leave the user's own program free to open it as it likes.
 
-    HDF5 takes all openings of a file by one driver for one, which must lock alike and cannot be written to while one
-    of them reads. The driver "log", which logs nothing here, is the usual one by another name. What this process
-    wrote to the file, HDF5 has written by then: `describe` opened and closed it.
+    All openings of a file by one driver must lock alike, and forbid writing while one of them reads. The driver "log"
+    does what the usual one does, and logs nothing here. `describe`, which opened and closed the file, has made HDF5
+    write what this process had not yet written.
     """
     with suppress(OSError):  # `open_file` says what is wrong, or opens what is open for writing here
         return _open(path, cache_bytes, driver=_APART)
@@ -226,10 +226,7 @@ _SPARSE = ("csr_matrix", "csc_matrix")
 
 
 def check_links(file: Any, name: str) -> None:
-    """Raise `DataError` where an external link on the way to `name` leads to what is no regular file.
-
-    HDF5 would open a pipe, and wait for ever.
-    """
+    """Raise `DataError` where an external link on the way to `name` leads to a pipe, for which HDF5 waits for ever."""
     for way, link in _links(file, name):
         if not isinstance(link, h5py.ExternalLink):
             continue
@@ -317,10 +314,7 @@ def _stacking(path: str, names: dict[str, str]) -> str:
 
 
 def _datasets(file: Any) -> Iterator[tuple[str, str]]:
-    """Yield the name of each dataset that may be a field, and its shape and type; groups are searched in turn.
-
-    What is damaged is named as that. Links are not followed, and PyTables' indices are left out.
-    """
+    """Yield the name of each dataset that may be a field, and its shape and type, or what is damaged."""
     waiting: list[tuple[str, Any]] = [("", file)]
     seen = {file.id}
     while waiting:

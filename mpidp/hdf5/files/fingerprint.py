@@ -28,11 +28,7 @@ _DIGEST_BYTES = 16
 
 
 def digest(dataset: Any, axis: int) -> str:
-    """Return a digest of some values of an open dataset: of its first, middle and last rows along `axis`.
-
-    It is "" where they cannot be read, or h5py has no type for them; an error names the damage when these rows are
-    read.
-    """
+    """Return a digest of the first, middle and last rows of an open dataset; "" where h5py cannot read them."""
     try:
         return _digest(dataset, axis)
     except HDF5_ERRORS:
@@ -70,11 +66,7 @@ def fingerprint(dataset: "DataSet") -> Fingerprint:
 
 
 def check_unchanged(saved: Fingerprint, dataset: "DataSet", accept_changed: bool, speaks: bool) -> bool:
-    """Return whether the data are those of a saved state.
-
-    Raises `DataError`, saying what changed, where they are not and that was not accepted; where it was, the logger
-    says so if `speaks`.
-    """
+    """Return whether the data are those of a saved state; raises `DataError` unless a change is accepted."""
     changed = find_change(saved, fingerprint(dataset))
     if not changed:
         return True

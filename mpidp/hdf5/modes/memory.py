@@ -42,13 +42,7 @@ LARGEST_SHARE = 0.9
 
 @dataclass(frozen=True, eq=False)
 class Contents:
-    """The selected rows of a data set, numbered from 0.
-
-    Attributes:
-        fields: what a row has.
-        chunk_rows: selected rows of each chunk, int64.
-        all_rows: whether these are all rows of the data set, so that a row's number here is its number over all files.
-    """
+    """The selected rows of a data set, numbered from 0; with `all_rows` that is a row's number over all files, too."""
 
     fields: tuple[Field, ...]
     chunk_rows: IntArray
@@ -110,14 +104,10 @@ class Contents:
 
 
 class HeldRows(ABC):
-    """All selected rows in memory somewhere: a source of steps.
+    """All selected rows in memory somewhere: a source of steps. One fetch of rows may be under way at a time.
 
-    One fetch of rows may be under way at a time: `start` begins it, `finish` ends it.
-
-    Attributes:
-        may_run_ahead: whether steps may be made by any thread, ahead of the step that is computed. If not, the thread
-            that takes them makes them, and rows of the next step are asked for before this one is handed out, so that
-            they may travel meanwhile.
+    With `may_run_ahead`, any thread may make steps ahead of the one that is computed. Otherwise the thread that takes
+    them makes them, and asks for rows of the next step before it hands this one out, so that they travel meanwhile.
     """
 
     may_run_ahead = True
@@ -169,13 +159,7 @@ class HeldRows(ABC):
 
 
 def check_room(world: World, mode: str, num_bytes: int) -> None:
-    """Raise `DataError` on every rank if some node cannot hold what its ranks want. Collective.
-
-    Args:
-        world: the ranks.
-        mode: the loader's, for the message: "node" or "store".
-        num_bytes: what this rank wants; ranks of a node may want different amounts.
-    """
+    """Raise `DataError` on every rank if a node cannot hold the `num_bytes` of each of its ranks. Collective."""
     needed = world.sum_on_node(num_bytes)
     with world.raise_on_all_ranks("making room for the data"):
         left = available_memory()
@@ -194,19 +178,10 @@ def _advice(mode: str, num_nodes: int) -> str:
 
 
 class NodeMemory(HeldRows):
-    """All rows, once a node; each of its ranks decodes a share. Making one is collective.
+    """All rows, once a node; each of its ranks decodes a share. Making one is collective, and errors are on all ranks.
 
-    Fetching is not collective, calls no MPI, and may happen in any thread.
-
-    Args:
-        contents: which rows.
-        read: fills a piece.
-        world: the ranks.
-        threads: how many call `read` at a time.
-        mode: for the message: "node", or "store" on one rank.
-
-    Raises:
-        DataError: on every rank: a node has no room, and what `read` raises on one of them.
+    Fetching is not collective, calls no MPI, and may happen in any thread. `mode` is for messages: "node", or "store" on
+    one rank.
     """
 
     def __init__(self, contents: Contents, read: Read, world: World, threads: int = 1, mode: str = "node") -> None:
@@ -262,10 +237,7 @@ class NodeMemory(HeldRows):
 
 
 def _share(world: World, num_bytes: int) -> SharedWindow | None:
-    """Return memory that the ranks of a node share, or None for a rank that is alone there. Collective.
-
-    Raises `DataError` on all ranks when those of one node cannot share memory.
-    """
+    """Return memory that the ranks of a node share, or None for a rank that is alone there. Collective."""
     window: SharedWindow | None = None
     failure = ""
     # All ranks of a node fail together, but those of other nodes do not know.
@@ -281,16 +253,10 @@ def _share(world: World, num_bytes: int) -> SharedWindow | None:
 
 
 class SpreadMemory(HeldRows):
-    """All rows, once over all ranks. Making one is collective, and so are `start` and `finish`, also for no rows.
+    """All rows, once over all ranks: each decodes and holds a run of them, and others fetch them by messages.
 
-    Args:
-        contents: which rows.
-        read: fills a piece.
-        world: the ranks.
-        threads: how many call `read` at a time.
-
-    Raises:
-        DataError: on every rank: a node has no room, and what `read` raises on one of them.
+    Making one is collective, and so are `start` and `finish`, also for no rows. MPI is called by the thread that calls
+    these methods, and by no other.
     """
 
     may_run_ahead = False

@@ -259,22 +259,12 @@ class _Plan:
 
 
 class Staging:
-    """Copies of files on this node. Making one is collective; `close` is not.
+    """Copies of files on this node: `paths` has where the copy of each lies. Making one is collective; `close` is not.
 
-    Copies are removed when the last process on the node that uses them has closed them or has ended; what a killed
-    job left is removed by the next staging of the same user. Warns once if the folder can hardly be faster.
-
-    Args:
-        sources: the files that hold data (links inside HDF5 files are not followed).
-        world: the ranks.
-        folder: an existing folder on each node; $SLURM_TMPDIR, $TMPDIR or /tmp where None.
-
-    Raises:
-        DataError: on every rank: a node has no room, or something cannot be read, written or verified.
-
-    Attributes:
-        paths: where the copy of each of `sources` lies.
-        line: what was done, as rank 0's node saw it.
+    Copies are removed when the last process on the node that uses them has closed them or has ended; what a killed job
+    left is removed by the next staging of the same user. `folder` is one that exists on each node; $SLURM_TMPDIR,
+    $TMPDIR or /tmp where None. Raises `DataError` on every rank where a copy cannot be made or verified, and warns once
+    if the folder can hardly be faster.
     """
 
     def __init__(self, sources: Sequence[str], world: World, folder: str | Path | None = None) -> None:

@@ -37,10 +37,7 @@ class Assembled:
 class FileRows:
     """Rows read from the files, or from copies of them, as they are needed: a source of steps.
 
-    Args:
-        selection: which rows of which files.
-        line: where they are read from, in one line.
-        close: what gives the files up.
+    `line` says where they are read from, and `close` gives the files up.
     """
 
     may_run_ahead = True
