@@ -10,7 +10,7 @@ import pytest
 import mpidp
 from mpidp.errors import DataError
 from mpidp.hdf5.dataset import Field, Rows
-from mpidp.hdf5.modes import memory, node
+from mpidp.hdf5.modes import memory
 from mpidp.hdf5.modes.memory import Contents, NodeMemory, Read, SpreadMemory
 from mpidp.hdf5.plan import Piece
 from mpidp.world.world import World
@@ -149,7 +149,7 @@ def test_windows_that_cannot_be_had(world: mpidp.World, monkeypatch: pytest.Monk
     def refuse(*_: Any) -> None:
         raise PermissionError(13, "Permission denied", "/proc/1/fd/3")
 
-    monkeypatch.setattr(node, "SharedWindow", refuse)
+    monkeypatch.setattr(memory, "SharedWindow", refuse)
     contents = Contents((Field("x", (5,), np.dtype("f4")),), CHUNKS["several"], True)
     with pytest.raises(DataError, match=r'cannot share .*Permission denied.* take mode="store"'):
         NodeMemory(contents, reader(contents), world)

@@ -178,9 +178,9 @@ def _advice(mode: str, num_nodes: int) -> str:
 
 
 class NodeMemory(HeldRows):
-    """All rows, once a node; each of its ranks decodes a share. Making one is collective, and errors are on all ranks.
+    """All rows, once a node; each of its ranks decodes a share. Making one is collective; errors reach all ranks.
 
-    Fetching is not collective, calls no MPI, and may happen in any thread. `mode` is for messages: "node", or "store" on
+    Fetching is not collective, calls no MPI, and may happen in any thread. Messages name `mode`: "node", or "store" for
     one rank.
     """
 
