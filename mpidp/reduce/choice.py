@@ -94,12 +94,7 @@ class Facts:
 
 
 def choose(name: str, facts: Facts, options: ReducerOptions) -> Choice:
-    """The reducer to use. Pure, so the same on every rank.
-
-    Args:
-        name: what the user asked for: "auto", or a name in `REDUCERS`.
-        facts: of the world.
-        options: of the reducer.
+    """The reducer to use for "auto", or a name in `REDUCERS`. Pure, so the same on every rank.
 
     Raises:
         LaunchError: an unknown name or comm_dtype, or a reducer that cannot work here.

@@ -58,14 +58,6 @@ def sent_dtype(gradient: torch.dtype, comm_dtype: str) -> torch.dtype:
     return shortened if shortened is not None and gradient == torch.float32 else gradient
 
 
-@dataclass(frozen=True)
-class _Scratch:
-    """Buffers of one piece: a part for each rank, twice, in the 16-bit dtype."""
-
-    sent: Tensor
-    received: Tensor
-
-
 class Exchange:
     """The mean by exchange. Once a buffer is prepared it allocates only requests.
 
@@ -80,18 +72,10 @@ class Exchange:
     """
 
     def __init__(
-        self,
-        comm: MPI.Intracomm,
-        dtype: torch.dtype,
-        piece_bytes: int,
-        count: int,
-        across_nodes: bool,
-        pause_s: float,
+        self, comm: MPI.Intracomm, dtype: torch.dtype, piece_bytes: int, count: int, across_nodes: bool, pause_s: float
     ):
-        self.comm = comm
-        self.dtype = dtype
-        self.across_nodes = across_nodes
-        self.pause_s = pause_s
+        self.comm, self.dtype = comm, dtype
+        self.across_nodes, self.pause_s = across_nodes, pause_s
         # A sum must not overflow in 16 bits: each contribution is sent as a mean, and the means are averaged.
         self._scale = comm.size / count
         self._part = max(1, piece_bytes // dtype.itemsize // comm.size)  # elements of one owner's part
@@ -105,7 +89,7 @@ class Exchange:
 
     def _mean(self, parts: list[Tensor]) -> None:
         for values in parts:
-            sent, received = self._fill(values, self._scratch[0])
+            sent, received = self._fill(values, 0)
             synchronize_stream(sent)
             self.comm.Alltoall(as_buffer(sent), as_buffer(received))
             own = self._add(received)
@@ -118,7 +102,7 @@ class Exchange:
         dealing = [self._deal(values, index) for index, values in enumerate(parts[:2])]
         for index, values in enumerate(parts):
             wait(dealing[index], self.pause_s)
-            sent, received = self._cut(values.numel(), self._scratch[index % 2])
+            sent, received = self._cut(values.numel(), index % 2)
             own = self._add(received)
             wait(self.comm.Iallgather(as_buffer(own), as_buffer(sent)), self.pause_s)
             values.copy_(sent[: values.numel()])
@@ -126,21 +110,21 @@ class Exchange:
                 dealing.append(self._deal(parts[index + 2], index + 2))
 
     def _deal(self, values: Tensor, index: int) -> MPI.Request:
-        sent, received = self._fill(values, self._scratch[index % 2])
+        sent, received = self._fill(values, index % 2)
         return self.comm.Ialltoall(as_buffer(sent), as_buffer(received))
 
-    def _fill(self, values: Tensor, scratch: _Scratch) -> tuple[Tensor, Tensor]:
+    def _fill(self, values: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """Rounds the contributions into the send buffer, with zeros after them up to a full part for each rank."""
-        sent, received = self._cut(values.numel(), scratch)
+        sent, received = self._cut(values.numel(), number)
         if self._scale != 1:
             values.mul_(self._scale)
         sent[: values.numel()].copy_(values)
         sent[values.numel() :].zero_()
         return sent, received
 
-    def _cut(self, numel: int, scratch: _Scratch) -> tuple[Tensor, Tensor]:
+    def _cut(self, numel: int, number: int) -> tuple[Tensor, Tensor]:
         used = -(-numel // self.comm.size) * self.comm.size
-        return scratch.sent[:used], scratch.received[:used]
+        return self._sent[number, :used], self._received[number, :used]
 
     def _add(self, received: Tensor) -> Tensor:
         """The mean of this rank's part of all contributions, rounded, in the first part of the buffer."""
@@ -156,9 +140,9 @@ class Exchange:
         if self._device == device:
             return
         self._device = device
+        # For each of two pieces under way a part for each rank.
         numel = self._part * self.comm.size
-        sent, received = (torch.empty(2, numel, dtype=self.dtype, device=device) for _ in range(2))
-        self._scratch = [_Scratch(sent[index], received[index]) for index in range(2)]
+        self._sent, self._received = (torch.empty(2, numel, dtype=self.dtype, device=device) for _ in range(2))
         self._wide = torch.empty(2, self._part, dtype=torch.float32, device=device)
 
 
@@ -171,6 +155,9 @@ def as_buffer(tensor: Tensor) -> object:
 class ErrorFeedback:
     """The rounding errors of one buffer on this rank.
 
+    Attributes:
+        error: the errors to be added next time, real numbers like the buffer's.
+
     Args:
         flat: the buffer.
         dtype: the 16-bit dtype in which it is sent.
@@ -181,21 +168,16 @@ class ErrorFeedback:
         self._flat = flat
         self._scale = scale
         self._rounded = torch.empty_like(flat, dtype=dtype)
-        self._error = torch.zeros_like(flat)
-
-    @property
-    def error(self) -> Tensor:
-        """The errors to be added next time, real numbers like the buffer's."""
-        return self._error
+        self.error = torch.zeros_like(flat)
 
     def compensate(self) -> None:
         """Adds the last error to the buffer, in place, and stores the error that rounding it now will make."""
-        self._flat.add_(self._error)
-        torch.mul(self._flat, self._scale, out=self._error)
-        self._error.copy_(self._rounded.copy_(self._error)).div_(self._scale)
-        torch.sub(self._flat, self._error, out=self._error)
+        self._flat.add_(self.error)
+        torch.mul(self._flat, self._scale, out=self.error)
+        self.error.copy_(self._rounded.copy_(self.error)).div_(self._scale)
+        torch.sub(self._flat, self.error, out=self.error)
         # Where it overflowed the error is dropped: an infinite one would be added for ever.
-        self._error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        self.error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 class Residuals:

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -22,9 +21,9 @@ from mpidp.train.checkpoint.read import (
     is_checkpoint,
     newest,
     newest_first,
+    part_name,
     read,
     read_manifest,
-    read_shard,
 )
 
 if TYPE_CHECKING:
@@ -186,7 +185,7 @@ def _optimizer(state: dict[str, Any], path: Path) -> dict[str, Any]:
     """The state of the plain optimizer; joined if each rank saved its share."""
     from mpidp.train.sharded_state import plain_state
 
-    return plain_state(state["optimizer"], partial(read_shard, path))
+    return plain_state(state["optimizer"], lambda rank: read(path, part_name(rank))["optimizer"])
 
 
 def _write(path: Path, chosen: Any, options: ExportOptions, step: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -145,10 +145,6 @@ class Place:
     position: int
     options: int
 
-    def numbers(self) -> tuple[int, ...]:
-        """Integers to compare over ranks."""
-        return astuple(self)
-
 
 def digest_options(optimizers: Iterable[torch.optim.Optimizer]) -> int:
     """Learning rates and other numbers of all groups, in 63 bits; equal on ranks that have the same."""
@@ -158,7 +154,7 @@ def digest_options(optimizers: Iterable[torch.optim.Optimizer]) -> int:
 
 
 def learning_rates(optimizers: Iterable[torch.optim.Optimizer]) -> str:
-    """The place as text."""
+    """The learning rates of all groups, as text."""
     rates = [float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
     return ", ".join(f"{rate:g}" for rate in rates[:8])
 
@@ -169,8 +165,8 @@ def raise_different(world: World, place: Place, rates: str, trouble: str) -> Non
     Args:
         world: the ranks.
         place: of this rank.
-        rates: its learning rates, in words.
-        trouble: what this rank met in its last forward or backward pass and went on after, if anything.
+        rates: its learning rates, as text.
+        trouble: the error of its last forward or backward pass that the program caught, if any.
 
     Raises:
         MismatchError: names two ranks that differ, and what usually brings it about.

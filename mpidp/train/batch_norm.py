@@ -292,15 +292,10 @@ class Statistics:
 
 
 def combine_statistics(module: nn.Module, world: World, num_samples: int) -> None:
-    """Sets running statistics to those of the samples of all ranks. Collective.
+    """Sets running statistics to those of the samples of all ranks, `num_samples` here since the last call. Collective.
 
-    Training leaves each rank with running means and variances of its own samples. The combined mean is the mean of
-    means weighted by samples; the combined variance adds the variance of the means to the mean of the variances.
-
-    Args:
-        module: the model; without batch norm, or with SyncBatchNorm only, nothing happens or is communicated.
-        world: the ranks.
-        num_samples: samples this rank has trained on since the last call.
+    The combined mean is the mean of means weighted by samples; the combined variance adds the variance of the means to
+    the mean of the variances. Without batch norm, or with SyncBatchNorm only, nothing is communicated.
     """
     layers = _layers(module)
     if not layers or world.size == 1:
@@ -336,12 +331,7 @@ _TORCHS_WORDS = "Expected more than 1 value per channel when training"
 
 
 def explain_batch_norm(error: Exception, module: nn.Module, world: World) -> DataError | None:
-    """What to raise, from `error`, where a batch norm layer was given one value a channel in training. Not collective.
-
-    Args:
-        error: what the module's forward raised.
-        module: the model.
-        world: the ranks.
+    """What to raise from the error of a batch norm layer that was given one value a channel in training.
 
     Returns:
         None for any other error, and for that of `SyncBatchNorm`, which all ranks raise together.

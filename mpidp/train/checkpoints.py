@@ -239,12 +239,7 @@ def _take(folder: Path) -> Owner:
 
 
 def restore(state: TrainState, folder: Path, *, accept_changed: bool = False) -> tuple[dict[str, Any], Path]:
-    """Loads the newest checkpoint that all ranks can read. Collective.
-
-    Args:
-        state: the training.
-        folder: where the checkpoints are.
-        accept_changed: begin the epoch anew where the files hold other data.
+    """Loads the newest checkpoint in a folder that all ranks can read, as `Checkpoints.resume` does. Collective.
 
     Returns:
         What the checkpoint holds for all ranks, and its path.

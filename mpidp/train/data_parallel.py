@@ -1,6 +1,5 @@
 """The class `DataParallel`: a module whose gradients are the mean over all ranks when `backward()` returns."""
 
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -72,7 +71,6 @@ def _without_prefixes(module: nn.Module, state_dict: Mapping[str, Any]) -> Mappi
 
 
 T = TypeVar("T")
-log = logging.getLogger("mpidp")
 
 # Several buckets for a model of any size, so that the first leaves early, and each large enough for full bandwidth.
 BUCKET_BYTES = 8 << 20

@@ -10,10 +10,12 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
@@ -134,20 +136,7 @@ class StepCheck:
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
 _syncs: list[weakref.ref[GradientSync]] = []  # in the order in which they were made, the same on all ranks
-
-
-def watch_steps(sync: GradientSync) -> None:
-    """Has it called before and after each step of any optimizer, as long as it is referenced."""
-    _install()
-    _syncs.append(weakref.ref(sync, _syncs.remove))
-
-
-def unwatch_steps(sync: GradientSync) -> None:
-    """Ends the calls."""
-    _syncs[:] = [each for each in _syncs if each() is not sync]
 
 
 def _living() -> list[GradientSync]:
@@ -249,9 +238,11 @@ class GradientSync(Reduction):
         self._steps = self._reductions = 0  # see Place
         self._optimizers = weakref.WeakSet[torch.optim.Optimizer]()  # that have stepped this model
         # With the reducer "null" every rank trains a model of its own.
-        self.replicas = ReplicaCheck(world, self._replicated, 0 if choice.name == "null" else compare_steps)
+        everything = partial(replicated, module, self._optimizers)
+        self.replicas = ReplicaCheck(world, everything, 0 if choice.name == "null" else compare_steps)
         self._start()
-        watch_steps(self)
+        _install()
+        _syncs.append(weakref.ref(self, _syncs.remove))  # called before and after each step of any optimizer
 
     def watch_output(self, output: Any) -> None:
         """Watches an output of the module, where backward will enter it."""
@@ -265,7 +256,7 @@ class GradientSync(Reduction):
         Raises:
             MismatchError: on all ranks, their values have diverged.
         """
-        unwatch_steps(self)
+        _syncs[:] = [each for each in _syncs if each() is not self]
         self.replicas.close()
         self.stop()
         self._free_topology()
@@ -284,7 +275,7 @@ class GradientSync(Reduction):
         place = Place(self._steps, self._reductions, self.dropped, *status.batch, digest_options(self._optimizers))
         self._reductions += 1
         status.batch = NO_BATCH
-        if not self.finish(failure, place.numbers()):
+        if not self.finish(failure, astuple(place)):
             self._steps = self._reductions = self.dropped = 0  # a program that catches it on all ranks may go on
             raise_different(self.world, place, learning_rates(self._optimizers), self.trouble)
         self._step_check.reduced()
@@ -338,8 +329,7 @@ class GradientSync(Reduction):
         elsewhere = self._step_check.elsewhere(numbers)
         if self.pending:
             self._step_check.check_untouched()
-            self.reduce()
-        elif self._step_check.was_set_by_hand(optimizer, elsewhere):
+        if self.pending or self._step_check.was_set_by_hand(optimizer, elsewhere):
             self.reduce()
         for index in elsewhere:  # reduced before, and changed in other memory since
             self.buckets.take_in(index)
@@ -365,6 +355,3 @@ class GradientSync(Reduction):
         trainable = [] if self._is_plain else [each for each in named if each[1].requires_grad]
         self.start(trainable[::-1])  # backward finishes the last layers first
         self._step_check = StepCheck(self._module, self.buckets)
-
-    def _replicated(self) -> dict[str, Tensor]:
-        return replicated(self._module, self._optimizers)

@@ -130,7 +130,7 @@ def _keep_dtypes(loaded: State, given: State) -> None:
             loaded[name] = value.to(loaded[name].device)
 
 
-def is_dense(parameter: Tensor) -> bool:
+def _is_dense(parameter: Tensor) -> bool:
     """Whether its elements fill a contiguous range of memory, in any order."""
     if parameter.layout is not torch.strided:
         return False
@@ -158,7 +158,7 @@ def check_divisible(optimizer: torch.optim.Optimizer) -> None:
     if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
         raise MpidpError("a scheduler holds the optimizer to be sharded: make it afterwards, over the sharded one")
     for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        if not is_dense(parameter):
+        if not _is_dense(parameter):
             raise MpidpError(
                 f"parameter {number} of shape {tuple(parameter.shape)} does not lie densely in memory (strides "
                 f"{tuple(parameter.stride()) if parameter.layout is torch.strided else parameter.layout}), and cannot "

@@ -185,18 +185,12 @@ def join(run: Run, parts: Iterable[Part]) -> State:
     return joined
 
 
-def whole(parameter: Tensor, number: int, parts: Iterable[Part]) -> State:
-    """The state of a whole parameter, as plain torch has it, in host memory.
-
-    Args:
-        parameter: gives shape and strides.
-        number: of the parameter.
-        parts: hold all its elements; a single one is taken as it is, not copied.
-    """
-    run = Run(number, 0, parameter.numel())
-    parts = list(parts)
+def _whole(parameter: Tensor, number: int, parts: list[Part]) -> State:
+    """The state of a whole parameter, as plain torch has it; a single part is taken as it is, not copied."""
+    run, shape, strides = Run(number, 0, parameter.numel()), parameter.shape, parameter.stride()
     joined = parts[0][1] if [part[0] for part in parts] == [run] else join(run, parts)
-    return {name: _shaped(value, parameter) if _is_cut(value) else value for name, value in joined.items()}
+    # Dense, and in the order of memory.
+    return {name: torch.as_strided(each, shape, strides) if _is_cut(each) else each for name, each in joined.items()}
 
 
 def select(run: Run, part: Part) -> Part | None:
@@ -219,15 +213,9 @@ def to_host(state: State) -> State:
 
 
 def full_state_dict(groups: Sequence[dict[str, Any]], parameters: Sequence[Tensor], parts: Sequence[Part]) -> State:
-    """The plain `state_dict` of an optimizer.
-
-    Args:
-        groups: its packed param_groups.
-        parameters: give shapes and strides, in the order of their numbers.
-        parts: of all parameters that have a state.
-    """
+    """The plain `state_dict`, of packed param_groups and parts; parameters give shapes and strides."""
     found = by_parameter(parts, run_of)
-    states = {number: whole(parameters[number], number, found.pop(number)) for number in sorted(found)}
+    states = {number: _whole(parameters[number], number, found.pop(number)) for number in sorted(found)}
     return {"state": {number: state for number, state in states.items() if state}, "param_groups": list(groups)}
 
 
@@ -248,10 +236,6 @@ def _uncuttable(name: str, value: Tensor, what: str) -> MpidpError:
     )
 
 
-def _shaped(value: Tensor, parameter: Tensor) -> Tensor:
-    return torch.as_strided(value, parameter.shape, parameter.stride())  # dense, and in the order of memory
-
-
 def _is_cut(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 1
 
@@ -265,12 +249,7 @@ ReadRank = Callable[[int], list[SavedPart]]
 
 
 def plain_state(saved: dict[str, Any], read: ReadRank) -> dict[str, Any]:
-    """The `state_dict` that the plain optimizer would have.
-
-    Args:
-        saved: what all ranks share; returned as it is if it is of a plain optimizer.
-        read: returns the own state of a rank.
-    """
+    """The `state_dict` that the plain optimizer would have; `saved` itself if it is of a plain one."""
     if RANKS not in saved:
         return saved
     parts = [part for rank in range(saved[RANKS]) for part in to_parts(read(rank))]

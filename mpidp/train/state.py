@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy
@@ -18,7 +18,6 @@ from mpidp.train.sharded_state import (
     RANKS,
     SHAPES,
     ReadRank,
-    Run,
     SavedPart,
     by_parameter,
     like,
@@ -237,11 +236,7 @@ def optimizer_shared_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What rank 0 saves for all ranks: the whole state_dict, or of a sharded optimizer all but its state."""
     if not isinstance(optimizer, ShardedOptimizer):
         return optimizer.state_dict()
-    return {
-        "param_groups": optimizer.groups_state_dict(),
-        SHAPES: _shapes(optimizer),
-        RANKS: optimizer.world.size,
-    }
+    return {"param_groups": optimizer.groups_state_dict(), SHAPES: _shapes(optimizer), RANKS: optimizer.world.size}
 
 
 def optimizer_rank_state(optimizer: torch.optim.Optimizer) -> list[SavedPart]:
@@ -267,7 +262,11 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], r
         optimizer.load_groups_state_dict(saved["param_groups"])
         of_ranks = shards([parameter.numel() for parameter in like(saved)], saved[RANKS])
         wanted = by_parameter(optimizer.runs, lambda run: run)
-        needed = [rank for rank, runs in enumerate(of_ranks) if _meet(runs, wanted)]
+        needed = [
+            rank
+            for rank, runs in enumerate(of_ranks)
+            if any(overlap(run, other) for run in runs for other in wanted.get(run.parameter, ()))
+        ]
         optimizer.load_parts(part for rank in needed for part in to_parts(read(rank)))
 
 
@@ -278,10 +277,6 @@ def _class_name(optimizer: torch.optim.Optimizer) -> str:
 
 def _shapes(optimizer: ShardedOptimizer) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     return [(tuple(p.shape), p.stride()) for group in optimizer.param_groups for p in group["params"]]
-
-
-def _meet(runs: Sequence[Run], wanted: dict[int, list[Run]]) -> bool:
-    return any(overlap(run, other) for run in runs for other in wanted.get(run.parameter, ()))
 
 
 def seed_streams(seed: int, rank: int, step: int) -> None:
@@ -298,13 +293,7 @@ def capture_streams(device: torch.device) -> dict[str, Any]:
     version, internal, gauss_next = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "numpy": [
-            str(kind),
-            torch.from_numpy(keys.astype(numpy.int64)),
-            int(position),
-            int(has_gauss),
-            float(gauss),
-        ],
+        "numpy": [str(kind), torch.from_numpy(keys.astype(numpy.int64)), int(position), int(has_gauss), float(gauss)],
         "python": [version, list(internal), gauss_next],
     }
     if device.type == "cuda":

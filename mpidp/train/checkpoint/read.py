@@ -96,8 +96,8 @@ def read_manifest(folder: Path) -> Manifest:
             f"{MANIFEST} says format {content['format']!r}, this version of mpidp reads {_FORMAT} (or it is damaged)"
         )
     try:
-        files = tuple(File(**file) for file in content["files"])
-        manifest = Manifest(**{**_without(content, "format", "checksum"), "files": files})
+        values = {key: value for key, value in content.items() if key not in ("format", "checksum")}
+        manifest = Manifest(**{**values, "files": tuple(File(**file) for file in content["files"])})
         intact = manifest.text() == text
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{MANIFEST} is damaged ({type(error).__name__}: {error})") from error
@@ -128,13 +128,7 @@ def _find_odd_value(manifest: Manifest) -> str | None:
 
 
 def find_faults(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) -> Iterator[str]:
-    """What is wrong with each damaged file, its name first.
-
-    Args:
-        folder: the checkpoint.
-        manifest: what it should hold.
-        names: files to check; None for all.
-    """
+    """What is wrong with each damaged file, its name first; of the files `names`, or all."""
     wanted = None if names is None else set(names)
     for file in manifest.files:
         if wanted is None or file.name in wanted:
@@ -164,10 +158,6 @@ def _file_fault(path: Path, expected: File, algorithm: str) -> str | None:
 
 def _dump(content: dict[str, Any]) -> str:
     return json.dumps(content, indent=2) + "\n"
-
-
-def _without(content: dict[str, Any], *keys: str) -> dict[str, Any]:
-    return {key: value for key, value in content.items() if key not in keys}
 
 
 STATE, MANIFEST = "state.pt", "manifest.json"
@@ -218,31 +208,25 @@ def newest(folder: Path) -> tuple[Path, list[str]]:
         if fault is None:
             return path, passed_over
         passed_over.append(f"{path.name}: {fault}")
-    raise none_usable(folder, passed_over)
+    raise _none_usable(folder, passed_over)
 
 
-def none_usable(folder: Path, passed_over: list[str]) -> CheckpointError:
-    """The error for a folder without a usable checkpoint; with a line for each that is not."""
+def _none_usable(folder: Path, passed_over: list[str]) -> CheckpointError:
     if passed_over:
         return CheckpointError(f"no usable checkpoint in {folder}: " + listed(passed_over, "; "))
     return CheckpointError(f"no checkpoint in {folder}: the run ended before its first one. Start it anew.")
 
 
 def find_fault(path: Path, names: Iterable[str] | None = None) -> str | None:
-    """What is wrong with a checkpoint's files, the first that is found, or None.
-
-    Args:
-        path: the checkpoint.
-        names: files to check beside the manifest; None for all.
-    """
+    """The first that is wrong with a checkpoint, or None; beside its manifest, the files `names` are read, or all."""
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
         return str(error)
     known = {file.name for file in manifest.files}
-    missing = [name for name in _expected(manifest) if name not in known]
-    if missing:
-        return f"{MANIFEST} is damaged (it does not list {missing[0]})"
+    for name in _files_of(0, 1, manifest.ranks):
+        if name not in known:
+            return f"{MANIFEST} is damaged (it does not list {name})"
     return next(find_faults(path, manifest, names), None)
 
 
@@ -278,20 +262,6 @@ def read(path: Path, name: str) -> dict[str, Any]:
         raise CheckpointError(f"checkpoint {path}: {name} cannot be loaded ({reason})") from error
 
 
-def read_shard(path: Path, rank: int) -> list[Any]:
-    """What a rank saved of an optimizer in shards (`mpidp.train.sharded_state`).
-
-    Raises:
-        CheckpointError: as `read` does.
-    """
-    shard: list[Any] = read(path, part_name(rank))["optimizer"]
-    return shard
-
-
-def _expected(manifest: Manifest) -> list[str]:
-    return [STATE, *(part_name(rank) for rank in range(manifest.ranks))]
-
-
 def newest_readable(world: World, folder: Path) -> tuple[Path, list[str]]:
     """The newest checkpoint of which every rank can read its part, and a line for each newer one. Collective.
 
@@ -312,7 +282,7 @@ def newest_readable(world: World, folder: Path) -> tuple[Path, list[str]]:
             return path, passed_over
         passed_over.append(f"{path.name}: {fault}")
     with world.raise_on_all_ranks("looking for checkpoints"):
-        raise none_usable(folder, passed_over)
+        raise _none_usable(folder, passed_over)
 
 
 def check_readable(world: World, path: Path) -> None:
@@ -346,9 +316,9 @@ def _examine(world: World, path: Path) -> tuple[str | None, str]:
         manifest = read_manifest(path)
     except CheckpointError as error:
         return str(error), ""
-    return find_fault(path, shares(world.rank, world.size, manifest.ranks)), manifest.text()
+    return find_fault(path, _files_of(world.rank, world.size, manifest.ranks)), manifest.text()
 
 
-def shares(rank: int, size: int, saved_ranks: int) -> list[str]:
+def _files_of(rank: int, size: int, saved_ranks: int) -> list[str]:
     """Names of the files that a rank checks: the common state, and its own, or its share of all where sizes differ."""
     return [STATE, *(part_name(part) for part in range(rank, saved_ranks, size))]

@@ -97,7 +97,7 @@ class Saver:
         self.relies_on = tuple(relies_on)
         self.failure: CheckpointError | None = None
         # Processes of a dead run that still write must not write into a folder of this one.
-        self._token: str = world.broadcast(_new_token())
+        self._token: str = world.broadcast(f"{secrets.token_hex(4)}{OWNED_BY}{Process.this()}")
         self._number = 0  # of exchanges that have ended: two for each checkpoint
         self._current: _Save | None = None
         self._agreement = DelayedMaximum(world.comm)
@@ -260,15 +260,7 @@ class Saver:
 
 
 def settle(world: World, folder: Path, step: int) -> Path | None:
-    """Returns the checkpoint that was being written when ranks were lost if it is complete, else removes it.
-
-    Collective over the ranks that are left.
-
-    Args:
-        world: the ranks.
-        folder: of the checkpoints.
-        step: of the checkpoint.
-    """
+    """Returns the checkpoint of a step, written when ranks were lost, if it is complete, else removes it. Collective."""
     final = folder / folder_name(step)
 
     def is_complete() -> bool:
@@ -279,11 +271,6 @@ def settle(world: World, folder: Path, step: int) -> Path | None:
         return False
 
     return final if world.call_on_root(is_complete) else None
-
-
-def _new_token() -> str:
-    """A name that no other saver has, with the process that it belongs to."""
-    return f"{secrets.token_hex(4)}{OWNED_BY}{Process.this()}"
 
 
 def _done() -> "Future[Files]":

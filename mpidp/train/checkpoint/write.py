@@ -124,12 +124,8 @@ class Snapshot:
         if tensor.numel() and memory in self._seen:
             return self._seen[memory]
         place = (tensor.device.type, *place)
-        buffer = self._buffers.get(place)
-        if buffer is None or (buffer.shape, buffer.dtype, buffer.stride()) != (
-            tensor.shape,
-            tensor.dtype,
-            tensor.stride(),
-        ):
+        buffer, kind = self._buffers.get(place), (tensor.shape, tensor.dtype, tensor.stride())
+        if buffer is None or (buffer.shape, buffer.dtype, buffer.stride()) != kind:
             buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         buffer.copy_(tensor, non_blocking=tensor.is_cuda)
         self._waits |= tensor.is_cuda
@@ -162,10 +158,6 @@ def write_part(path: Path, state: dict[str, Any]) -> File:
     """Writes a state for `torch.load(path, weights_only=True)`; returns the length and checksum of the file.
 
     The checksum is of the bytes given to the system, not of those read back: so it finds bytes that a disk lost.
-
-    Args:
-        path: the file; must not exist.
-        state: nested dicts, lists and tuples of tensors on the CPU, numbers and strings.
 
     Raises:
         OSError: the file system refuses.
@@ -249,12 +241,7 @@ def complete(
 
 
 def publish(partial: Path, final: Path, manifest: Manifest) -> None:
-    """Gives a complete checkpoint its name. When it returns, the checkpoint is on the disk.
-
-    Args:
-        partial: the folder in which the ranks wrote, beside the final one.
-        final: what the checkpoint is to be called.
-        manifest: what the ranks wrote.
+    """Gives a complete checkpoint its name, with the arguments of `complete`; then it is on the disk.
 
     Raises:
         CheckpointError: a file that a rank wrote cannot be seen from here.
@@ -271,15 +258,21 @@ def publish(partial: Path, final: Path, manifest: Manifest) -> None:
 def tidy(final: Path, keep: int) -> None:
     """Points `latest` to a new checkpoint, sets aside those of later steps, and removes all but the newest `keep`.
 
-    Args:
-        final: the checkpoint that was just published.
-        keep: how many to keep; at least 1.
-
     Raises:
         OSError: the file system refuses.
     """
     _point_to(final)
-    _prune(final, keep)
+    folder = final.parent
+    others = [path for path in newest_first(folder) if path != final]
+    # One of a later step was skipped when the run was resumed: it must not be taken for one of this run.
+    newer = [path for path in others if by_step(path) > by_step(final)]
+    for path in newer:
+        set_aside(path)
+    for path in others[len(newer) :][keep - 1 :]:
+        _remove(path)
+    for left_by_a_crash in [*folder.glob(f"{PARTIAL}step_*"), *folder.glob(f"{REMOVED}step_*")]:
+        if left_by_a_crash.is_dir() and not _is_in_use(left_by_a_crash):
+            shutil.rmtree(left_by_a_crash)
 
 
 def discard(partial: Path) -> None:
@@ -313,20 +306,6 @@ def _point_to(final: Path) -> None:
         set_aside(latest)
     link.replace(latest)
     flush_folder(final.parent)
-
-
-def _prune(final: Path, keep: int) -> None:
-    folder = final.parent
-    others = [path for path in newest_first(folder) if path != final]
-    # One of a later step was skipped when the run was resumed: it must not be taken for one of this run.
-    newer = [path for path in others if by_step(path) > by_step(final)]
-    for path in newer:
-        set_aside(path)
-    for path in others[len(newer) :][keep - 1 :]:
-        _remove(path)
-    for left_by_a_crash in [*folder.glob(f"{PARTIAL}step_*"), *folder.glob(f"{REMOVED}step_*")]:
-        if left_by_a_crash.is_dir() and not _is_in_use(left_by_a_crash):
-            shutil.rmtree(left_by_a_crash)
 
 
 def set_aside(path: Path) -> None:
