@@ -101,16 +101,12 @@ def test_thawed_on_one_rank_only(world: mpidp.World) -> None:
     assert "0.bias" in text
 
 
-def test_no_trainable_parameter(world: mpidp.World) -> None:
-    text = error_of_all(world, MpidpError, lambda: mpidp.DataParallel(small_model().requires_grad_(False), world))
-    assert "Sequential has no trainable parameter" in text
-
-
-def test_no_trainable_parameter_on_one_rank(world: mpidp.World) -> None:
-    """Behaviour 33."""
-    trainable = world.rank != world.size - 1
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_no_trainable_parameter(world: mpidp.World, everywhere: bool) -> None:
+    """Behaviour 33: on all ranks, or on the last one only."""
+    trainable = not everywhere and world.rank != world.size - 1
     text = error_of_all(world, MpidpError, lambda: mpidp.DataParallel(small_model().requires_grad_(trainable), world))
-    assert "no trainable parameter" in text
+    assert "Sequential has no trainable parameter" in text
 
 
 @pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])

@@ -18,32 +18,34 @@ def failing(world: mpidp.World, step: int, guilty: int) -> Iterator[int]:
         yield number
 
 
+def train(world: mpidp.World, model: mpidp.DataParallel, numbers: Iterator[int]) -> int:
+    """Trains on the batches of these numbers; returns how many there were."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    steps = 0
+    for number in model.batches(numbers):
+        x, y = (share(world, part) for part in batch(number))
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += 1
+    return steps
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("step", [0, 3])
 def test_all_ranks_raise_the_same(world: mpidp.World, overlap: bool, step: int) -> None:
     """Behaviour 30: before the optimizer changes anything, so that training may go on."""
     model = mpidp.DataParallel(small_model(), world, reducer="flat", bucket_bytes=100, overlap=overlap)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     guilty = world.size - 1
-
-    def train(numbers: Iterator[int]) -> int:
-        steps = 0
-        for number in model.batches(numbers):
-            x, y = (share(world, part) for part in batch(number))
-            (model(x) - y).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            steps += 1
-        return steps
 
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with pytest.raises(DataError, match="cannot read chunk 7") as caught:
-        train(failing(world, step, guilty))
+        train(world, model, failing(world, step, guilty))
     assert f"on rank {guilty} of {world.size} ({world.host})" in "".join(caught.value.__notes__)
     if step == 0:
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    optimizer.zero_grad()
-    assert train(iter(range(4))) == 4
+    model.zero_grad()
+    assert train(world, model, iter(range(4))) == 4
     assert same_bits(world, model.parameters())
     model.unwrap()
 
@@ -87,23 +89,12 @@ def test_layers_that_wait_for_each_other(world: mpidp.World, overlap: bool) -> N
     """Behaviours 18 and 30: nobody waits in a layer for the rank without a batch; training may go on."""
     module = mpidp.SyncBatchNorm.convert(torch.nn.Sequential(small_model(), torch.nn.BatchNorm1d(3).double()), world)
     model = mpidp.DataParallel(module, world, reducer="flat", bucket_bytes=100, overlap=overlap)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     guilty = world.size - 1
 
-    def train(numbers: Iterator[int]) -> int:
-        steps = 0
-        for number in model.batches(numbers):
-            x, y = (share(world, part) for part in batch(number))
-            (model(x) - y).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            steps += 1
-        return steps
-
     with pytest.raises(DataError, match="cannot read chunk 7") as caught:
-        train(failing(world, 3, guilty))
+        train(world, model, failing(world, 3, guilty))
     assert f"on rank {guilty} of {world.size} ({world.host})" in "".join(caught.value.__notes__)
-    assert train(iter(range(4))) == 4
+    assert train(world, model, iter(range(4))) == 4
     assert same_bits(world, model.state_dict().values())
     model.unwrap()
 

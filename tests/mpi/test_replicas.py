@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from mpi_helpers import batch, same_bits, share, small_model
+from mpi_helpers import SUMMING, batch, same_bits, share, small_model
 
 import mpidp
 from mpidp.errors import MismatchError
 from mpidp.train.replicas import EVERY_STEPS
 
 Training = tuple[mpidp.DataParallel, torch.optim.Optimizer]
-REDUCERS = ["naive", "flat", "node", "staged"]
 
 
 def make(
@@ -68,7 +67,7 @@ def test_a_flipped_bit_is_found(world: mpidp.World, compare_steps: int, where: s
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("reducer", REDUCERS)
+@pytest.mark.parametrize("reducer", SUMMING)
 def test_by_default_with_every_reducer(world: mpidp.World, reducer: str, overlap: bool) -> None:
     """Behaviour 52: a state that one rank alone loads after wrapping is found at once, by the next steps."""
     training = model, _ = make(world, reducer, overlap=overlap)

@@ -262,21 +262,6 @@ def test_parameters_that_were_given_new_memory(world: mpidp.World) -> None:
 
 
 @pytest.mark.mpi
-def test_dealing_anew_keeps_the_state(world: mpidp.World) -> None:
-    """What survivors of a loss do, here with nobody lost; twice, as one may be interrupted."""
-    models = conv_net(), conv_net()
-    plain, sharded = make("Adam", models[0], {}), ShardedOptimizer(make("Adam", models[1], {}), world, copies=2)
-    for model, optimizer in zip(models, (plain, sharded), strict=True):
-        train(model, optimizer, 2)
-    for _ in range(2):
-        sharded.collect_parts(sharded.held_parts())
-    for model, optimizer in zip(models, (plain, sharded), strict=True):
-        train(model, optimizer, 2, first=2)
-    assert all(torch.equal(*pair) for pair in zip(models[0].parameters(), models[1].parameters(), strict=True))
-    sharded.close()
-
-
-@pytest.mark.mpi
 def test_dealing_anew_that_only_some_ranks_ended(world: mpidp.World, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when one more dies meanwhile: the others have not taken what rank 0 gave away, so it must still have it."""
     models = conv_net(), conv_net()

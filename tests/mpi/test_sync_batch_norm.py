@@ -239,18 +239,14 @@ def test_no_sample_anywhere(world: mpidp.World) -> None:
 
 def test_evaluation_communicates_nothing(world: mpidp.World) -> None:
     """Behaviour 18: one rank evaluates alone, through the wrapper and its gradients included."""
-    model = mpidp.DataParallel(SyncBatchNorm.convert(Convolutions(), world), world)
-    model.eval()
+    plain, synced = both(world, Convolutions().eval())
+    model = mpidp.DataParallel(synced, world)
     if world.rank == 0:
-        x = draw()[0].requires_grad_()
-        torch.autograd.grad(model(x).sum(), x)
-    world.barrier()
-    model.train()
-    for layer in model.modules():
-        if isinstance(layer, SyncBatchNorm):
-            layer.eval()  # frozen, as when fine-tuning
-    if world.rank == 0:
-        model(draw()[0])
+        found = []
+        for net in (plain, model):
+            x = torch.ones(ROWS, 2, 8, 8, dtype=torch.float64, requires_grad=True)
+            found.append(torch.autograd.grad(net(x).square().sum(), x)[0])
+        torch.testing.assert_close(*found, **CLOSE)
     world.barrier()
     model.unwrap()
 

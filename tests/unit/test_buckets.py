@@ -93,38 +93,6 @@ def test_strange_memory_in_a_real_backward(name: str) -> None:
     assert buckets.copies == 0
 
 
-def test_unused_everywhere_stays_none_and_unused_here_appears() -> None:
-    """Behaviour 14, seen from one rank: flags of the other ranks arrive with the sum."""
-    used, only_elsewhere, unused = parameters_of((3,), (2,), (4,))
-    buckets = Buckets([used, only_elsewhere, unused], 1 << 20)
-    (bucket,) = buckets.buckets
-    for _ in range(2):
-        accumulate(buckets, [0])
-        buckets.pack(bucket)
-        assert (bucket.flags != 0).tolist() == [True, False, False]
-        bucket.flags[1] = 0.5  # another rank had it
-        buckets.view(1).fill_(7)
-        buckets.unpack(bucket)
-        assert unused.grad is None
-        assert only_elsewhere.grad is not None and only_elsewhere.grad.tolist() == [7, 7]
-        used.grad = only_elsewhere.grad = None
-
-
-def test_a_gradient_dropped_after_backward_counts_as_unused() -> None:
-    """Behaviours 13 and 14: whoever gives up an accumulation by zero_grad has no gradient; others may have one."""
-    first, second = parameters_of((3,), (2,))
-    buckets = Buckets([first, second], 1 << 20)
-    (bucket,) = buckets.buckets
-    accumulate(buckets, [0, 1])
-    first.grad = second.grad = None  # zero_grad() inside no_sync(), after a batch that was no good
-    accumulate(buckets, [0])
-    buckets.pack(bucket)
-    assert (bucket.flags != 0).tolist() == [True, False]
-    bucket.flags[1] = 0.5  # another rank used it in the batch that counts
-    buckets.unpack(bucket)
-    assert second.grad is not None
-
-
 def test_stale_values_never_come_back() -> None:
     """Behaviour 12: the buffer still holds the last step's mean when a gradient was set to None."""
     first, second = parameters_of((3,), (2,))

@@ -96,13 +96,6 @@ def test_a_second_one_waits_for_the_first(tmp_path: Path, gate: threading.Event)
     saver.close()
 
 
-def test_without_background_it_is_complete_on_return(tmp_path: Path) -> None:
-    saver = make(tmp_path, background=False)
-    save(saver, 1, torch.ones(2))
-    assert newest(tmp_path)[0].name == "step_00000001"
-    saver.close()
-
-
 def test_a_failure_is_raised_at_a_later_step_and_the_one_before_stays(tmp_path: Path) -> None:
     """Behaviour 44."""
     saver = make(tmp_path)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpidp.train.sync_group import Moments, mean_of_sums, moments_of, reduced_dimensions
+from mpidp.train.sync_group import Moments, mean_of_sums, moments_of
 
 
 def combined(parts: list[Moments]) -> Moments:
@@ -42,11 +42,6 @@ def test_a_sum_of_squares_would_not_do() -> None:
     assert float(whole.square().mean() - whole.mean().square()) != 1.25
 
 
-def test_nothing_anywhere() -> None:
-    found = combined([moments_of(torch.empty(0, 2, 4))] * 3)
-    assert (found.count, found.mean.tolist(), found.deviations.tolist()) == (0, [0, 0], [0, 0])
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_narrow_values_are_not_summed_narrowly(dtype: torch.dtype) -> None:
     """Behaviour 18: 4,097 ones and a two; in 16 bits the sum would stop growing on the way."""
@@ -55,8 +50,3 @@ def test_narrow_values_are_not_summed_narrowly(dtype: torch.dtype) -> None:
     found = moments_of(values)
     assert float(found.mean) == pytest.approx(4099 / 4098, rel=1e-6)
     assert float(found.deviations) == pytest.approx(4097 / 4098, rel=1e-3)
-
-
-def test_dimensions_other_than_channels() -> None:
-    assert reduced_dimensions(torch.empty(2, 3)) == [0]
-    assert reduced_dimensions(torch.empty(2, 3, 4, 5, 6)) == [0, 2, 3, 4]

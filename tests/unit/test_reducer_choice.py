@@ -1,9 +1,11 @@
 """Which reducer `choose` takes for which facts about a world, and why."""
 
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
+import mpidp
+from mpidp.config import ReduceSection
 from mpidp.errors import LaunchError
 from mpidp.reduce.choice import REDUCERS, Choice, Facts, choose
 from mpidp.reduce.transport import ReducerOptions
@@ -55,11 +57,13 @@ def test_error_feedback_is_refused_where_the_device_rounds() -> None:
 def test_a_named_reducer_is_taken_with_its_options(name: str, size: int) -> None:
     """Behaviour 10: `null` and `naive`, too, and on any size: one line of a benchmark each."""
     assert ask(name, size, piece_bytes=123) == Choice(name, ReducerOptions(piece_bytes=123), "as asked")
-
-
-def test_the_reducers_that_benchmarks_attribute_cost_by_exist() -> None:
-    """Behaviour 10."""
     assert {"null", "naive"} <= set(REDUCERS)
+
+
+def test_a_run_file_and_the_wrapper_know_the_same_names() -> None:
+    assert get_args(get_type_hints(ReduceSection)["reducer"]) == ("auto", *REDUCERS)
+    assert mpidp.DataParallel.__doc__ is not None
+    assert all(f'"{name}"' in mpidp.DataParallel.__doc__ for name in REDUCERS)
 
 
 @pytest.mark.parametrize("name", ["flat", "naive"])
@@ -70,16 +74,9 @@ def test_device_memory_is_not_given_to_an_mpi_that_must_not_get_it(name: str) ->
     for part in (repr(name), WHY, "staged"):
         assert part in str(caught.value)
     assert ask(name, 2, "cuda", True).name == name
-
-
-def test_node_is_for_host_memory() -> None:
-    with pytest.raises(LaunchError, match="staged"):
+    assert {ask(name, 2, "cuda", False).name for name in ("staged", "null")} == {"staged", "null"}
+    with pytest.raises(LaunchError, match="'node' is for gradients in host memory"):
         ask("node", 2, "cuda", True)
-
-
-@pytest.mark.parametrize("name", ["staged", "null"])
-def test_reducers_by_way_of_the_host_need_no_awareness(name: str) -> None:
-    assert ask(name, 2, "cuda", False).name == name
 
 
 @pytest.mark.parametrize("name", ["", "Flat", "ring", "nccl"])

@@ -32,14 +32,6 @@ def case() -> Case:
     return Case()
 
 
-def test_reduced_gradients_may_be_stepped(case: Case) -> None:
-    """Behaviour 51: nothing is elsewhere, and clipping in place changes nothing of that."""
-    case.reduce()
-    torch.nn.utils.clip_grad_norm_(case.module.parameters(), 1e-3)
-    assert case.check.held(case.optimizer) == [0, 1, 2, 3]
-    assert case.check.elsewhere(range(4)) == [] and not case.by_hand()
-
-
 @pytest.mark.parametrize("move", ["data", "assign", "channels_last", "set_"])
 def test_a_gradient_that_left_its_bucket_is_known_by_its_memory(case: Case, move: str) -> None:
     """Behaviour 51: whatever Python object it is; taken in, it is where it was, with its values."""
@@ -64,48 +56,6 @@ def test_a_gradient_that_left_its_bucket_is_known_by_its_memory(case: Case, move
     parameter.grad = None
     case.buckets.expect(2)  # the next backward pass comes to the bucket again
     assert case.check.elsewhere(range(4)) == []
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("has_stepped", [False, True])
-def test_gradients_set_by_hand(case: Case, has_stepped: bool, in_place: bool) -> None:
-    """Behaviour 51: since the last step no backward pass brought them, so nobody has reduced them."""
-    if has_stepped or in_place:
-        case.reduce()
-        case.check.stepped(case.optimizer)
-        assert not case.by_hand()
-    for parameter in case.module.parameters():
-        if in_place:
-            assert parameter.grad is not None
-            parameter.grad.copy_(torch.ones_like(parameter))
-        else:
-            parameter.grad = torch.ones_like(parameter)
-    assert case.by_hand()
-
-
-def test_two_optimizers_after_one_reduction(case: Case) -> None:
-    """Behaviour 15: the second steps what was reduced for both, also when it was clipped in between."""
-    head = torch.optim.SGD(case.module[1].parameters(), lr=0.1)
-    case.reduce()
-    case.check.stepped(head)
-    torch.nn.utils.clip_grad_norm_(case.module[0].parameters(), 1e-3)
-    assert not case.by_hand()
-
-
-@pytest.mark.parametrize("change", [torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_])
-def test_gradients_changed_before_they_were_reduced(case: Case, change: object) -> None:
-    """Behaviour 11: the mean of clipped parts is not the clipped mean."""
-    case.reduce()
-    case.check.accumulated()
-    case.check.check_untouched()
-    assert callable(change)
-    for parameter in case.module.parameters():
-        assert parameter.grad is not None
-        parameter.grad.fill_(3)
-    case.check.accumulated()
-    change(case.module.parameters(), 0.5)
-    with pytest.raises(MpidpError, match=r"model\.synchronize"):
-        case.check.check_untouched()
 
 
 def test_parameters_of_the_module_that_are_not_known(case: Case) -> None:

@@ -260,7 +260,7 @@ class Saver:
 
 
 def settle(world: World, folder: Path, step: int) -> Path | None:
-    """Returns the checkpoint of a step, written when ranks were lost, if it is complete, else removes it. Collective."""
+    """The checkpoint that was being written when ranks were lost, if it is complete; else removes it. Collective."""
     final = folder / folder_name(step)
 
     def is_complete() -> bool:
