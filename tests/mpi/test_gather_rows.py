@@ -43,16 +43,13 @@ def test_a_part_of_the_rows(world: mpidp.World) -> None:
         world.gather_rows(torch.from_numpy(rows), rows, 12)
 
 
-def test_no_rows_at_all(world: mpidp.World) -> None:
-    assert world.gather_rows(torch.empty(0, 4), [], 0).shape == (0, 4)
-    with pytest.raises(DataError, match="was given 0 rows, and 2 were expected: rows 0, 1 did not come"):
-        world.gather_rows(torch.empty(0, 4), [], 2)
-
-
 def test_every_wrong_use_is_an_error_on_all_ranks(world: mpidp.World) -> None:
     rows = share_of(world, np.arange(ROWS))
     values = torch.from_numpy(rows)
     last = world.size - 1
+    assert world.gather_rows(torch.empty(0, 4), [], 0).shape == (0, 4)
+    with pytest.raises(DataError, match="was given 0 rows, and 2 were expected: rows 0, 1 did not come"):
+        world.gather_rows(torch.empty(0, 4), [], 2)
     with pytest.raises(DataError, match="rows 8, 30 did not come"):
         kept = rows[~np.isin(rows, (8, 30))]
         world.gather_rows(torch.from_numpy(kept), kept, ROWS)
@@ -104,14 +101,11 @@ def test_weighed_losses_give_the_gradient_of_the_whole(world: mpidp.World) -> No
     model.unwrap()
 
 
-def test_nothing_anywhere_gives_no_gradient(world: mpidp.World) -> None:
+def test_weigh_refuses_what_is_no_mean_and_gives_no_gradient_of_nothing(world: mpidp.World) -> None:
     loss = torch.tensor(float("nan"), requires_grad=True)
     weighed = world.weigh(loss, 0)
     weighed.backward()
     assert weighed.item() == 0 and loss.grad is None
-
-
-def test_weigh_is_given_a_mean(world: mpidp.World) -> None:
     with pytest.raises(DataError, match=r"a loss of shape \(2,\)"):
         world.weigh(torch.zeros(2), 2)
     with pytest.raises(DataError, match="a count of -1"):

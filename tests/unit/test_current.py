@@ -13,31 +13,20 @@ from mpidp.errors import LaunchError
 from mpidp.world.launch import current_world
 from mpidp.world.world import World, resolve_world
 
-HERE: object = object()
 
-
-@pytest.fixture(params=[None, HERE])
-def made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> object:
-    """What `init` made, if it was called."""
-    monkeypatch.setattr("mpidp.world.launch._world", request.param)
-    return request.param
-
-
-def test_the_world_that_init_made(made: object) -> None:
+@pytest.mark.parametrize("size", ["1", "3"])
+@pytest.mark.parametrize("made", [None, object()])
+def test_the_world_that_init_made(made: object, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behaviour 33: several processes without one would all take all samples."""
+    monkeypatch.setattr("mpidp.world.launch._world", made)
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", size)
     other: object = object()
     assert current_world() is made
     assert resolve_world(other, "a loader") is other  # type: ignore[arg-type]
-    found = resolve_world(None, "a loader")
-    assert found is made if made else (found.size, found.host) == (1, World.alone().host)
-
-
-@pytest.mark.parametrize("size", ["1", "3"])
-def test_several_processes_without_init(made: object, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behaviour 33: they would all take all samples."""
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", size)
     if made or size == "1":
-        assert resolve_world(None, "a loader").size == 1 if not made else resolve_world(None, "a loader") is made
+        found = resolve_world(None, "a loader")
+        assert found is made if made else (found.size, found.host) == (1, World.alone().host)
         return
     text = r"a loader was made before mpidp\.init\(\) in a job of 3 processes \(Open MPI's mpiexec\).*World\.alone\(\)"
     with pytest.raises(LaunchError, match=text):

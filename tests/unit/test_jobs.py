@@ -37,16 +37,13 @@ def test_short_and_ends_with_the_programs_code(script: Path) -> None:
 
 
 @pytest.mark.parametrize("script", SLURM, ids=lambda path: path.name)
-def test_slurm_scripts_hand_on_cores_and_bind_no_gpus(script: Path) -> None:
+def test_slurm_scripts(script: Path) -> None:
+    """They hand on cores, bind no GPUs, and every line that a site changes says so."""
     text = script.read_text()
     assert "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK" in text
     assert "export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK" in text
     assert "srun -K --mpi=" in text
     assert not re.search(r"--gpus-per-task|--gpu-bind", text)
-
-
-@pytest.mark.parametrize("script", SLURM, ids=lambda path: path.name)
-def test_every_line_that_a_site_changes_says_so(script: Path) -> None:
-    for line in script.read_text().splitlines():
+    for line in text.splitlines():
         if line.lstrip("#").startswith("SBATCH ") and any(option in line for option in SITE_OPTIONS):
             assert "# SITE: " in line, line

@@ -1,7 +1,7 @@
 """Stop signals are noted while they are watched, and do what they did before afterwards (Behaviour 45)."""
 
 import signal
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -13,16 +13,15 @@ def test_signals_are_noted_and_given_back() -> None:
     signals.unwatch()  # a command that another test ran in this process may watch still
     former = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
     try:
-        signals.watch()
-        signals.watch()
-        assert signals.received() is None
+        for change in (signals.watch, signals.watch):
+            change()
+            assert signals.received() is None
         signal.raise_signal(signal.SIGUSR2)
         signal.raise_signal(signal.SIGTERM)
         assert signals.received() is signal.SIGUSR2, "the first"
-        assert heard == []
-        signals.unwatch()
-        signals.unwatch()
-        assert signals.received() is None
+        for change in (signals.unwatch, signals.unwatch):
+            change()
+            assert signals.received() is None and heard == []
         signal.raise_signal(signal.SIGUSR2)
         assert heard == [signal.SIGUSR2]
     finally:
@@ -31,16 +30,6 @@ def test_signals_are_noted_and_given_back() -> None:
 
 
 def test_another_thread_hears_that_it_cannot() -> None:
-    raised: list[BaseException] = []
-
-    def watch() -> None:
-        try:
-            signals.watch()
-        except RuntimeError as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    thread.join()
-    with pytest.raises(RuntimeError, match="main thread"):
-        raise raised[0]
+    signals.unwatch()
+    with ThreadPoolExecutor() as thread, pytest.raises(RuntimeError, match="main thread"):
+        thread.submit(signals.watch).result()

@@ -19,7 +19,6 @@ from mpidp.world.stall import (
     named,
     report,
     report_left,
-    waits,
 )
 from mpidp.world.status import Look, Status
 
@@ -82,15 +81,12 @@ def test_waiting_for_who_has_left(ranks: list[Seen], left: list[int], waiting: l
     assert (numbers(found[0]), numbers(found[1])) == (left, waiting)
 
 
-def test_the_ranks_that_left_are_named() -> None:
-    """Behaviour 30: with where they were, and where the others wait."""
+def test_names() -> None:
+    """Behaviour 30: of the ranks that left, with where they were, and where the others wait."""
     text = report_left([seen(1)], [seen(0, 5.0), seen(3, 4.0)])
     assert "rank 1 (node0) left the job at step 7, in phase data: its main program is over" in text
     assert "ranks 0, 3 wait in allreduce, at a.py:3" in text
     assert "ranks 1-2 left" in report_left([seen(1), seen(2)], [seen(0, 5.0)])
-
-
-def test_names_are_short() -> None:
     assert named([seen(2)]) == "rank 2 (node1)"
     assert named([seen(rank) for rank in (7, 0, 1, 2, 5)]) == "ranks 0-2, 5, 7"
 
@@ -115,7 +111,6 @@ def test_a_thousand_missing_ranks_are_no_thousand_stacks() -> None:
     lines = report(ranks, {}, 70.0, "The end.").splitlines()
     assert len(lines) < 15
     assert "ranks 1-999 do not arrive" in lines[0] and "(and 991 more)" in lines[-2]
-    assert len(waits([seen(0, 5.0)])) == 1
 
 
 def test_status_of_phases_and_waits() -> None:
@@ -156,12 +151,10 @@ class Watching:
         after_s: float = 1.0,
         limits: tuple[float, float] = (WARNING_S, ABORT_S),
     ) -> None:
-        numbers = [rank.beat.rank for rank in missing]
-        waiting = [rank for rank in range(4) if rank not in numbers]
-        seen = [Seen(Heartbeat(rank, "node", wait="Allreduce", wait_s=wait_s), 0.5, False) for rank in waiting]
+        """Ranks that are not missing wait."""
+        seen = {rank: Seen(Heartbeat(rank, "node", wait="Allreduce", wait_s=wait_s), 0.5, False) for rank in range(4)}
         self.clock += after_s
-        ranks = sorted([*seen, *missing], key=lambda rank: rank.beat.rank)
-        self.watch.look(ranks, self.clock, *limits)
+        self.watch.look([*(seen | {rank.beat.rank: rank for rank in missing}).values()], self.clock, *limits)
 
 
 def late(rank: int, *, silent: bool = False, long: bool = False) -> Seen:
@@ -193,20 +186,15 @@ def test_a_rank_that_answers_nothing_is_waited_for_a_little() -> None:
 
 
 def test_a_silent_rank_is_looked_at_by_a_neighbour() -> None:
-    watching = Watching()
-    watching.look(60.0, [late(2, silent=True)])
-    assert watching.sent == [(3, LOOK, 2)]
-    watching = Watching()
-    watching.look(60.0, [late(2, silent=True), late(3, silent=True)])
-    watching.look(61.0, [late(2, silent=True), late(3, silent=True)])
-    assert not watching.sent and watching.said[0].count("and no rank of its node does") == 2
-
-
-def test_a_rank_that_falls_silent_when_asked_is_looked_at() -> None:
+    """Also where it falls silent after it was asked."""
     watching = Watching()
     watching.look(60.0, [late(2)])
     watching.look(61.0, [late(2, silent=True)])
     assert watching.sent == [(2, ASK, None), (3, LOOK, 2)]
+    watching = Watching()
+    for wait_s in (60.0, 61.0):
+        watching.look(wait_s, [late(2, silent=True), late(3, silent=True)])
+    assert not watching.sent and watching.said[0].count("and no rank of its node does") == 2
 
 
 def test_the_job_ends_with_a_report_of_its_own() -> None:
@@ -247,22 +235,17 @@ def found(watching: Watching, look: Look | None) -> None:
     watching.look(3 * ABORT_S, STUCK, after_s=ANSWER_S + 1)
 
 
-def test_a_long_phase_does_not_excuse_a_process_that_is_stopped() -> None:
-    watching = Watching()
-    found(watching, STOPPED)
-    found(watching, STOPPED)
-    assert len(watching.ended) == 1 and "its process is stopped" in watching.ended[0]
-
-
-@pytest.mark.parametrize("last", [COMPUTES, None])
-def test_only_a_process_that_is_still_stopped_ends_the_job(last: Look | None) -> None:
+@pytest.mark.parametrize("last", [STOPPED, COMPUTES, None])
+def test_a_long_phase_does_not_excuse_a_process_that_is_still_stopped(last: Look | None) -> None:
     watching = Watching()
     for look in (COMPUTES, STOPPED, last):
+        assert not watching.ended
         found(watching, look)
-    assert not watching.ended
-    found(watching, STOPPED)
-    found(watching, STOPPED)
-    assert len(watching.ended) == 1
+    assert len(watching.ended) == (last is STOPPED)
+    if last is not STOPPED:
+        found(watching, STOPPED)
+        found(watching, STOPPED)
+    assert len(watching.ended) == 1 and "its process is stopped" in watching.ended[0]
 
 
 def test_a_node_of_which_nothing_is_heard_is_as_good_as_stopped() -> None:
@@ -274,8 +257,11 @@ def test_a_node_of_which_nothing_is_heard_is_as_good_as_stopped() -> None:
 
 
 def test_waits_for_a_long_phase_do_not_count_after_it() -> None:
-    """Who comes out of it has as much time as anybody else to come to where the others wait."""
+    """Who comes out of it has as much time as anybody else; whoever begins to watch counts from then on."""
     watching = Watching()
+    watching.watch.rest(watching.clock)
+    watching.look(2 * ABORT_S, [late(2)])
+    assert not watching.sent
     watching.look(2 * ABORT_S, [late(2, long=True)])
     for _ in range(2):
         watching.look(2 * ABORT_S, [late(2)], after_s=WARNING_S / 2 - 1)
@@ -284,13 +270,6 @@ def test_waits_for_a_long_phase_do_not_count_after_it() -> None:
         watching.look(3 * ABORT_S, [late(2)], after_s=ABORT_S)
         watching.watch.answered(2, Look("its main thread:"))
     assert len(watching.ended) == 1
-
-
-def test_whoever_begins_to_watch_counts_from_then_on() -> None:
-    watching = Watching()
-    watching.watch.rest(watching.clock)
-    watching.look(2 * ABORT_S, [late(2)])
-    assert not watching.sent
 
 
 def test_never_is_never() -> None:
