@@ -46,6 +46,7 @@ OUTPUT = "tests/faults/test_output.py"
 SLURM_PAGES = "tests/slurm/test_pages.py"
 SHRINK = "tests/faults/test_shrink.py::test_the_others_go_on"
 WORD_BY_WORD = "tests/docs/test_tutorial.py::test_word_by_word"
+MIGRATE = "tests/docs/test_migrate.py::test_both_sides_have_the_same_losses"
 DATA_PAGE = "tests/faults/test_data_page.py::test_every_command_runs_as_written"
 STRANGE_TEXT = "There are not enough slots available in the system to satisfy the 4 slots"
 
@@ -150,6 +151,10 @@ TABLE: dict[str, dict[str, Run | Elsewhere | NotHere]] = {
         "mpidp doctor --log FILE": Run("FAIL  text.slots", (("FILE", "slurm-train-77.out"),), code=3),
     },
     "docs/howto/fault_tolerance.md": {"mpiexec --with-ft ulfm -n 4 mpidp train run.toml": Elsewhere(SHRINK)},
+    "docs/howto/migrate.md": {
+        "mpiexec -n 4 python train.py": Elsewhere(MIGRATE),
+        "srun python train.py": NotHere("a script of the reader's, in Slurm; the job scripts are run there"),
+    },
     "docs/reference/commands.md": {
         "mpidp COMMAND --help": Run("usage: mpidp submit", (("COMMAND", "submit"),)),
     },
