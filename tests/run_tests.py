@@ -3,8 +3,9 @@
 Usage: python tests/run_tests.py [--ring test] [--venv .venv] [--mpi mpich] [pytest words]
        python tests/run_tests.py --only mpi,unit,... [--sizes 1,2,3,4] [--venv .venv] [--mpi mpich] [pytest words]
 
-`quick` and `test` are `make quick` and `make test`; `rest` is what `test` leaves out, for .ci/run. The tests of the
-folder mpi run under mpiexec on several numbers of ranks, those of unit, faults, docs and examples without launcher.
+`quick` and `test` are `make quick` and `make test`. The others are for .ci/run: `rest` is what `test` leaves out, and
+`library` is what depends on the MPI library, to be run with another one. The tests of the folder mpi run under mpiexec
+on several numbers of ranks, those of unit, faults, docs and examples without launcher.
 
 Under mpiexec rank 0 prints; the others write logs, which are shown when the run fails. A test counts as passed when
 it passed on every rank. A run that crashes, hangs or collects nothing counts as one failure.
@@ -48,11 +49,12 @@ RINGS: dict[str, list[tuple[str, int | None, str]]] = {
         ("docs", None, "not longer"),
     ],
     "rest": [
-        *(("mpi", ranks, "not sizes") for ranks in (1, 2, 4)),
-        ("faults", None, "not short"),
         ("docs", None, "longer"),
         ("examples", None, ""),
+        *(("mpi", ranks, "not sizes") for ranks in (1, 2, 4)),
+        ("faults", None, "not short"),
     ],
+    "library": [("mpi", 3, ""), *(("mpi", ranks, "sizes") for ranks in (1, 2)), ("faults", None, "library")],
 }
 
 

@@ -11,7 +11,7 @@ from jobs import run_job
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from bad_data import damage, write_sound
 
-RANKS = 3
+RANKS = 2
 
 
 @pytest.fixture

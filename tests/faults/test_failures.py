@@ -7,6 +7,8 @@ import pytest
 
 from jobs import Result, run_job
 
+pytestmark = pytest.mark.library
+
 START = """
 import os, signal, sys, threading, time
 import mpidp
@@ -183,7 +185,7 @@ next(loader)
 """
 
 
-@pytest.mark.parametrize("ranks", [0, 1, 3])
+@pytest.mark.parametrize("ranks", [0, 3])
 def test_exit_after_success(ranks: int) -> None:
     """Behaviour 36: with a wrapped model, gradients and a loader's thread still there; 0 ranks: no launcher."""
     result = run(LIVE, ranks)

@@ -22,8 +22,7 @@ class Limited(Net):
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("on_failure", ["stop", "warn"])
+@pytest.mark.parametrize(("on_failure", "ranks"), [("stop", 3), ("warn", 1), ("warn", 3)])
 def test_metrics_that_cannot_be_written(tmp_path: Path, on_failure: str, ranks: int) -> None:
     """Behaviour 54: one line that names metrics.jsonl; it ends all ranks, or none."""
     folder = make_workplace(tmp_path)

@@ -13,6 +13,7 @@ from tiny import make_workplace
 
 from jobs import Result, finish, launch, run_job
 
+pytestmark = pytest.mark.library
 by_launcher = pytest.mark.skipif(
     has_ulfm(), reason="Open MPI's mpiexec answers SIGINT itself: it kills all ranks at once and passes nothing on"
 )
@@ -50,8 +51,7 @@ def lines(result: Result) -> list[str]:
 
 
 @by_launcher
-@pytest.mark.parametrize("whole_group", [True, False])
-@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize(("site", "whole_group"), [*((site, True) for site in SITES), ("in MPI", False)])
 def test_a_loop_of_ones_own(tmp_path: Path, site: str, whole_group: bool) -> None:
     """Behaviour 30: also when no rank runs Python, and nobody could raise KeyboardInterrupt."""
     result = interrupt(tmp_path, ["-c", LOOP + SITES[site], tmp_path], whole_group=whole_group)
@@ -112,8 +112,7 @@ class Net(own.Net):
 """
 
 
-@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=by_launcher)])
-@pytest.mark.parametrize("every", [1, 0])
+@pytest.mark.parametrize(("ranks", "every"), [(0, 0), pytest.param(2, 1, marks=by_launcher)])
 def test_a_run_names_its_newest_checkpoint(tmp_path: Path, ranks: int, every: int) -> None:
     """With the words that continue it, or that there is none."""
     (make_workplace(tmp_path) / "slow.py").write_text(SLOW)

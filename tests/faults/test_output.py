@@ -53,7 +53,9 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.library] * (name == "nothing")) for name in SETTINGS]
+)
 def test_a_loop_has_standard_output_for_itself(tmp_path: Path, name: str) -> None:
     """Behaviour 55. What rank 0 says comes once, in the form that the program has chosen, or not at all."""
     before, after, times = SETTINGS[name]
@@ -65,6 +67,7 @@ def test_a_loop_has_standard_output_for_itself(tmp_path: Path, name: str) -> Non
     assert ("wrote" in result.stderr) == ("root" in name)  # this rank's own notes
 
 
+@pytest.mark.library
 def test_a_warning_is_heard_from_any_rank() -> None:
     """Once, and it says whose it is."""
     code = "import logging, mpidp; world = mpidp.init(); logging.getLogger('mpidp.rank').warning('odd %d', world.rank)"
@@ -121,6 +124,7 @@ def test_a_reader_that_goes_away(name: str) -> None:
         assert (job.wait(60), said) == (141, "")
 
 
+@pytest.mark.library
 @pytest.mark.parametrize("redirection", ["| true", ">&-"])
 def test_training_outlives_its_standard_output(tmp_path: Path, redirection: str) -> None:
     """Hours of work do not hang on a pipe: the records are in the run folder."""

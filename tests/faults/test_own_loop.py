@@ -100,7 +100,12 @@ def rows_of_steps(folder: Path) -> dict[int, tuple[int, list[int]]]:
 
 @pytest.mark.parametrize(
     ("before", "after", "number"),
-    [(1, 1, "SIGTERM"), (2, 2, "SIGKILL"), (3, 3, "SIGTERM"), (3, 2, "SIGUSR2"), (2, 3, "SIGTERM"), (1, 2, "SIGKILL")],
+    [
+        pytest.param(2, 2, "SIGKILL", marks=pytest.mark.library),
+        (3, 3, "SIGTERM"),
+        pytest.param(3, 2, "SIGUSR2", marks=pytest.mark.library),
+        (1, 2, "SIGKILL"),
+    ],
 )
 def test_an_interrupted_loop_goes_on(
     data: Path, whole: Callable[[int], Path], tmp_path: Path, before: int, after: int, number: str
@@ -135,6 +140,7 @@ def test_an_interrupted_loop_goes_on(
         assert all(torch.equal(ends[0][name], tensor) for name, tensor in ends[1].items())
 
 
+@pytest.mark.library
 @pytest.mark.short
 def test_the_loop_of_the_jobs_goes_on_and_ends(tmp_path: Path) -> None:
     """jobs/own_loop.py: by a file STOP while it trains, and started again until it is through."""

@@ -103,7 +103,8 @@ def train(folder: Path, ranks: int, *words: str, **environment: str) -> Result:
     return result
 
 
-@pytest.mark.parametrize(("number", "whom"), [("SIGTERM", "one"), ("SIGUSR2", "all"), ("SIGTERM", "all")])
+@pytest.mark.library
+@pytest.mark.parametrize(("number", "whom"), [("SIGTERM", "one"), ("SIGUSR2", "all")])
 def test_a_signal_stops_all_ranks_after_the_same_step(workplace: Path, number: str, whom: str) -> None:
     """To the last rank alone, or to all as Slurm does; resumed, the run equals an uninterrupted one bit for bit."""
     job = start(workplace, 3)
@@ -118,6 +119,7 @@ def test_a_signal_stops_all_ranks_after_the_same_step(workplace: Path, number: s
     check_equal_to_uninterrupted(workplace)
 
 
+@pytest.mark.library
 @pytest.mark.short
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_a_file_stops_the_run_once(workplace: Path, ranks: int) -> None:
@@ -179,6 +181,7 @@ for step in range(1000):
 """
 
 
+@pytest.mark.library
 def test_a_loop_of_ones_own() -> None:
     result = run_job(["-c", OWN_LOOP], 3)
     assert result.code == 75, result.output

@@ -71,7 +71,9 @@ def seen(folder: Path, name: str, ranks: int) -> list[set[int]]:
     return [set(step) for step in steps]
 
 
-@pytest.mark.parametrize(("ranks", "sharded"), [(1, False), (2, False), (3, False), (3, True)])
+@pytest.mark.parametrize(
+    ("ranks", "sharded"), [(1, False), (2, False), pytest.param(3, True, marks=pytest.mark.library)]
+)
 def test_a_run_killed_twice_equals_an_uninterrupted_one_bit_for_bit(workplace: Path, ranks: int, sharded: bool) -> None:
     """Dropout, batch norm, momentum, a schedule; killed after checkpoints in the middle and at the end of an epoch."""
     words = [
@@ -101,6 +103,7 @@ def test_a_run_killed_twice_equals_an_uninterrupted_one_bit_for_bit(workplace: P
     assert sorted(path.name for path in (workplace / "runs").iterdir()) == ["run", "whole"]
 
 
+@pytest.mark.library
 def test_shards_change_no_step_and_are_dealt_anew_at_another_size(workplace: Path) -> None:
     """Behaviour 21: with shards or without, begun or resumed, the same losses; and the same state for plain torch."""
     words = ["--optimizer.name=RMSprop", "--checkpoint.keep=9"]
@@ -160,6 +163,7 @@ def test_a_run_resumed_at_another_size_takes_the_same_samples_and_losses(workpla
     assert set().union(*rest[:3]) == set().union(*whole[8:12]), "first the unseen samples of the epoch"
 
 
+@pytest.mark.library
 def test_killed_before_the_first_checkpoint(workplace: Path) -> None:
     """There is nothing to resume from: said so, once, and the run folder is as it was."""
     train_and_kill(workplace, 2, 3)

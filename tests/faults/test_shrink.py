@@ -14,7 +14,8 @@ from shrink_job import EPOCHS, STEPS_AN_EPOCH, Trained, has_ulfm, make_place, tr
 from jobs import mpiexec, run_job
 from mpidp.train.checkpoint.read import find_fault
 
-pytestmark = pytest.mark.timeout(200)  # jobs of four ranks, on machines of two cores
+# Jobs of four ranks, on machines of two cores.
+pytestmark = [pytest.mark.library, pytest.mark.timeout(200)]
 needs_ulfm = pytest.mark.skipif(
     not has_ulfm(), reason="the launcher is not Open MPI's: no user-level failure mitigation"
 )

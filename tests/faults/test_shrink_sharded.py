@@ -12,6 +12,7 @@ import pytest
 from shrink_job import EPOCHS, STEPS_AN_EPOCH, Trained, has_ulfm, make_place, train, trained_once
 
 pytestmark = [
+    pytest.mark.library,
     pytest.mark.timeout(200),  # jobs of four ranks, on machines of two cores
     pytest.mark.skipif(not has_ulfm(), reason="the launcher is not Open MPI's: no user-level failure mitigation"),
 ]

@@ -176,6 +176,7 @@ class Normal(Net):
 """
 
 
+@pytest.mark.library
 @pytest.mark.skipif(not has_ulfm(), reason="the launcher is not Open MPI's: no user-level failure mitigation")
 @pytest.mark.parametrize("overlap", ["off", "on"])
 def test_ranks_that_die(tmp_path: Path, overlap: str) -> None:
