@@ -57,3 +57,12 @@ def write_bad_values(path: Path) -> Path:
         holes[: 5 * CHUNK_ROWS] = holes[17 * CHUNK_ROWS :] = 1
         file.create_dataset("unwritten", (4,), "i4")
     return path
+
+
+def write_wild_shape(path: Path) -> Path:
+    """Write a file whose dataset says that it has 2^40 times the rows that it has."""
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", data=np.zeros((77, 3), "u1"), chunks=(7, 3), maxshape=(None, 3))
+    lengths, wild = (np.array(shape, "<u8").tobytes() for shape in ((77, 3), (77 << 40, 3)))
+    path.write_bytes(path.read_bytes().replace(lengths, wild, 1))
+    return path

@@ -1,8 +1,6 @@
 """`mpidp bench` on one rank: its options, its JSON, its arithmetic, and that a wrong result is never timed."""
 
 import json
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,25 +73,6 @@ def test_unknown_names_are_told_with_the_known(capsys: pytest.CaptureFixture[str
     error = capsys.readouterr().err
     assert "'quick' is not known" in error
     assert known in error
-
-
-@pytest.mark.parametrize("words", [["allreduce", "--bytes=4k"], ["step", "--model=cnn"], ["steps"], []])
-def test_usage_errors(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
-    assert main(["bench", *words]) == 2
-    assert any(capsys.readouterr())
-
-
-@pytest.mark.job
-def test_help_starts_no_mpi() -> None:
-    """Behaviour 40."""
-    code = (
-        "import sys; from mpidp.cli import main\n"
-        "assert {main(['bench', *words, '--help']) for words in ([], ['allreduce'], ['step'], ['loader'])} == {0}\n"
-        "assert not {'torch', 'mpi4py.MPI'} & set(sys.modules)"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("--repeats") >= 3
 
 
 def test_allreduce_json(capsys: pytest.CaptureFixture[str]) -> None:

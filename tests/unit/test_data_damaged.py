@@ -8,7 +8,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from bad_data import write_one_bad_object
+from bad_data import write_one_bad_object, write_wild_shape
 from data_files import error_of, run
 
 import mpidp
@@ -90,10 +90,5 @@ def test_damage_to_one_object_hides_no_other(tmp_path: Path, capsys: pytest.Capt
 
 def test_shapes_that_no_file_can_hold_end_no_loop_late(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Behaviour 56: the loop over chunks is bounded by what is there."""
-    path = tmp_path / "in.h5"
-    with h5py.File(path, "w") as file:
-        file.create_dataset("x", data=np.zeros((77, 3), "u1"), chunks=(7, 3), maxshape=(None, 3))
-    lengths, wild = (np.array(shape, "<u8").tobytes() for shape in ((77, 3), (77 << 40, 3)))
-    path.write_bytes(path.read_bytes().replace(lengths, wild, 1))
-    assert run("verify", path) == 1
+    assert run("verify", write_wild_shape(tmp_path / "in.h5")) == 1
     assert "is damaged, and was not read: its shape" in capsys.readouterr().out

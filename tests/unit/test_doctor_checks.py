@@ -12,11 +12,7 @@ from doctor_facts import rank_facts as rank
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpidp.tools.doctor.check_machine import (
-    check_data,
-    check_shared,
-    ranges,
-)
+from mpidp.tools.doctor.check_machine import check_data, check_shared, ranges
 from mpidp.tools.doctor.check_mpi import check_before_start, check_launch, check_mpi
 from mpidp.tools.doctor.doctor import check, check_clocks, check_measured
 from mpidp.tools.doctor.facts import RankFacts, Versions

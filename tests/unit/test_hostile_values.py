@@ -242,10 +242,7 @@ def test_lists_and_values_of_any_length_make_short_messages() -> None:
     ("words", "expected"),
     [
         (["train", "absent.toml"], "run file absent.toml: no such file"),
-        (
-            ["train", "run.toml", "--data.fields", *(f"f{n}" for n in range(3000)), "--data.train=a\nb"],
-            "data.train",
-        ),
+        (["train", "run.toml", "--data.fields", *(f"f{n}" for n in range(3000)), "--data.train=a\nb"], "data.train"),
         (["data", "inspect", *(f"{n}.h5" for n in range(3000))], "unknown word 1.h5 2.h5"),
         (["train", "strangers.toml"], "there is no such field in data.fields, which has x, y"),
     ],

@@ -67,13 +67,7 @@ def test_shards_of_a_plan_are_those_of_the_loader(file: str) -> None:
     text = plan(config_of(file), nn.Linear(3, 2), SGD, ranks=3)
     shown = [line for line in lines_of(text) if line and line[0].isdigit() and ":" in line[5]]
     assert [line[:5] for line in shown] == [
-        [
-            "0",
-            "10",
-            "2",
-            "5",
-            "0",
-        ],  # indices 0-9 in streams 0, 1, 2, 3, 0, 1, 2, 3, 0, 1: rank 0 has streams 0 and 3
+        ["0", "10", "2", "5", "0"],  # indices 0-9 in streams 0, 1, 2, 3, 0, 1, 2, 3, 0, 1: rank 0 has streams 0 and 3
         ["1", "10", "2", "5", "0"],
         ["2", "10", "2", "5", "0"],
         ["9", "10", "2", "5", "0"],

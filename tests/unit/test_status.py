@@ -2,13 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from test_submit import FORBID
+from login_node import run_without
 
 from mpidp.cli import main
 from mpidp.errors import ConfigError
@@ -99,7 +97,7 @@ def test_a_damaged_record_is_named(tmp_path: Path, damage: str | None) -> None:
 def test_a_login_node_needs_neither_torch_nor_mpi(tmp_path: Path) -> None:
     """Behaviour 40."""
     make_run(tmp_path / "runs/run")
-    done = subprocess.run([sys.executable, "-c", FORBID, "status"], capture_output=True, text=True, cwd=tmp_path)
+    done = run_without(("torch", "mpi4py", "h5py", "numpy"), "status", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "30 of 100" in done.stdout
 

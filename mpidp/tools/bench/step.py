@@ -166,7 +166,7 @@ class _Step:
 
     def side(self, expected: Sequence[Tensor]) -> Side:
         """What is timed, and checked against the expected gradients."""
-        return Side(self.name, _nothing, self.run, partial(self._check, expected), meter=self._reduce_s)
+        return Side(self.name, lambda: None, self.run, partial(self._check, expected), meter=self._reduce_s)
 
     def run(self) -> None:
         """One training step."""
@@ -220,7 +220,3 @@ def _wrap(name: str, module: nn.Module, world: World) -> nn.Module:
 def _gradient(parameter: nn.Parameter) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad
-
-
-def _nothing() -> None:
-    """A step makes its own gradients."""

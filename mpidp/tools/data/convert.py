@@ -188,11 +188,7 @@ _MOST_NAMED = 10
 
 
 def convert(
-    make_source: MakeSource,
-    target: str,
-    options: Written,
-    shuffle_seed: int | None = None,
-    memory_bytes: int = 1 << 30,
+    make_source: MakeSource, target: str, options: Written, shuffle_seed: int | None = None, memory_bytes: int = 1 << 30
 ) -> str:
     """Write the target and return a line that says what it holds.
 

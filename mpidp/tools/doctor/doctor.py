@@ -243,10 +243,7 @@ def _measure(comm: "MPI.Intracomm", findings: list[Finding]) -> dict[str, Any] |
 
 
 def _end_at_sigterm(ends: bool) -> None:
-    """Set whether SIGTERM ends this rank, unless it is the one that prints.
-
-    `srun -K` sends it to all others when rank 0 leaves with 3, and would report that signal instead of the code.
-    """
+    """Set whether SIGTERM ends this rank: `srun -K` sends it when rank 0 exits with 3, and would report the signal."""
     if not launch_facts(os.environ).speaks:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if ends else signal.SIG_IGN)
 
@@ -259,12 +256,7 @@ def _read(path: str) -> list[Finding]:
 
 
 def _say_as_one_of_many(report: Report, facts: RankFacts, options: DoctorOptions) -> int:
-    """Print the report of one process, where the processes of a job cannot communicate.
-
-    The launcher's own numbers tell which process prints, and that one has the exit code.
-
-    Some launchers end all others when the first one leaves with a code that is not 0.
-    """
+    """Print the report where processes cannot communicate: only the launcher's rank 0 prints and returns a failure."""
     return _say(report, options) if facts.launch.speaks else 0
 
 
