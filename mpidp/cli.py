@@ -59,7 +59,7 @@ COMMANDS = (
     ),
     Command(
         "predict",
-        "RUN_FOLDER|RUN.toml [--data FILE ...] [--output FILE] [--checkpoint last|PATH]",
+        "RUN_FOLDER|RUN.toml [--data FILE ...] [--output FILE] [--checkpoint last|best|PATH]",
         "write what a trained model returns for every sample of HDF5 files; alone or on all ranks",
         "mpidp.tools.predict:predict",
         "mpidp.tools.predict:PredictOptions",

@@ -173,6 +173,21 @@ class SchedulerSection:
     """Keyword arguments of the scheduler."""
 
 
+_Metric = Literal["", "validation_loss", "validation_accuracy"]
+
+
+@dataclasses.dataclass(frozen=True)
+class EarlyStoppingSection:
+    """When training stops before its last epoch."""
+
+    metric: _Metric = ""
+    """validation_loss or validation_accuracy of the evaluation after each epoch; empty for never."""
+    patience_epochs: int = 5
+    """Stop after so many epochs in a row without a better value."""
+    min_delta: float = 0.0
+    """A value is better if it differs from the best one by more than this."""
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainSection:
     """The training loop."""
@@ -195,6 +210,8 @@ class TrainSection:
     """CPU threads of torch on each rank; 0 shares the cores of the node among its ranks."""
     on_end: _OptionalName = ""
     """Built-in, or module:function, called on rank 0 at the end; empty for none."""
+    early_stopping: EarlyStoppingSection = EarlyStoppingSection()
+    """When training stops before its last epoch: the table train.early_stopping."""
     fault_tolerance: Literal["abort", "shrink"] = "abort"
     """When a rank dies: end the job, or go on without it, where MPI can (docs/howto/fault_tolerance.md)."""
     min_ranks: _Positive = 1
@@ -231,6 +248,8 @@ class CheckpointSection:
     """Save after this many optimizer steps too; 0 for never."""
     keep: _Positive = 3
     """Newest checkpoints kept; older ones are deleted."""
+    best: _Metric = ""
+    """Keep the checkpoint with the lowest validation_loss, or highest validation_accuracy, too; empty for none."""
     background: bool = True
     """Go on training while files are written; training waits only for a copy of the state in memory."""
     on_failure: Literal["stop", "warn"] = "stop"
@@ -326,6 +345,15 @@ def validate(config: RunConfig) -> None:
     ]
     if config.data.validation and config.data.validation_fraction:
         faults.append("data.validation and data.validation_fraction are both set; set one of them.")
+    stopping, is_evaluated = config.train.early_stopping, config.data.validation or config.data.validation_fraction
+    for key, metric in (("checkpoint.best", config.checkpoint.best), ("train.early_stopping.metric", stopping.metric)):
+        if metric and not is_evaluated:
+            faults.append(f"{key} = {metric!r} needs data.validation or data.validation_fraction; set one of them.")
+    if stopping.patience_epochs < 1 or not (stopping.min_delta >= 0 and math.isfinite(stopping.min_delta)):
+        faults.append(
+            f"train.early_stopping has patience_epochs = {stopping.patience_epochs}, min_delta = {stopping.min_delta}; "
+            f"expected an integer of at least 1, and a number of at least 0."
+        )
     if config.optimizer.sharded and config.reduce.reducer == "null":
         faults.append("optimizer.sharded is true, but reduce.reducer is null: gradients must be equal on all ranks.")
     if config.reduce.error_feedback and config.reduce.comm_dtype == "full":

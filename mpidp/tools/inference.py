@@ -26,6 +26,7 @@ from mpidp.printable import listed
 from mpidp.tools.table import Ticker
 from mpidp.train.checkpoint.read import STATE, check_readable, newest_readable, read
 from mpidp.train.components import TRANSFORMS, build_model, field_specs_of, find
+from mpidp.train.ema import Ema
 from mpidp.train.forward import explain
 from mpidp.train.precision import Precision
 from mpidp.train.run import choose_threads
@@ -73,6 +74,10 @@ def load(world: World, place: Path, is_one: bool, config: RunConfig | None) -> T
         module = build_model(config)
         check_model(module.state_dict(), saved["model"], f"checkpoint {path}")
         module.load_state_dict(saved["model"])
+        if config.train.ema_decay:  # which the evaluation takes, too
+            ema = Ema(module, config.train.ema_decay)
+            ema.load_state_dict(saved["others"]["ema"])
+            module = ema.model()
         module.to(world.device).eval()
         precision = Precision(config.train.precision, world.device)
     world.status.step = saved["step"]

@@ -16,11 +16,11 @@ from mpidp.errors import CheckpointError, ConfigError
 from mpidp.options import Arg, Names
 from mpidp.printable import listed
 from mpidp.tools import checkpoint as checkpoints
-from mpidp.train.checkpoint.read import newest_first
+from mpidp.train.checkpoint.read import best, newest_first
 from mpidp.train.records.starts import run_folders
 from mpidp.world.record_file import flush_folder
 
-_LAST = "last"
+_LAST, _BEST = "last", "best"
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class PredictOptions:
     """HDF5 files to read; else the run's data.validation, or all of data.train where there is none."""
     fields: Names = ()
     """Which of data.fields to read; else the first, which the model takes, or all if there is a data.transform."""
-    checkpoint: Annotated[str, Arg("last|PATH")] = _LAST
-    """The newest checkpoint that all ranks can read, or the path of one."""
+    checkpoint: Annotated[str, Arg("last|best|PATH")] = _LAST
+    """The newest checkpoint that all ranks can read, the best one (checkpoint.best), or the path of one."""
 
 
 def predict(options: PredictOptions) -> str:
@@ -98,9 +98,11 @@ def _find(options: PredictOptions) -> tuple[RunConfig | None, Path, bool]:
     if place.suffix == ".toml" or place.is_file():
         config = settings.load(place)
         settings.validate(config)
-        if options.checkpoint == _LAST:
+        if options.checkpoint in (_LAST, _BEST):
             place = _newest_folder(config, place)
-    found = checkpoints.find(place if options.checkpoint == _LAST else Path(options.checkpoint))
+    found = checkpoints.find(place if options.checkpoint in (_LAST, _BEST) else Path(options.checkpoint))
+    if options.checkpoint == _BEST:
+        found = [best(found[0].parent)]
     is_one = len(found) == 1
     return config, found[0] if is_one else found[0].parent, is_one
 

@@ -154,8 +154,12 @@ class Checkpoints:
             )
             self._stop.exit()
 
-    def save(self) -> None:
+    def save(self, is_best: bool = False) -> None:
         """Begins a checkpoint of this step, unless there is one; waits for the one before. Collective.
+
+        Args:
+            is_best: point the link `best` of the folder to it, which keeps it until there is a better one; the same on
+                all ranks.
 
         Raises:
             CheckpointError: as `step` does.
@@ -163,13 +167,15 @@ class Checkpoints:
         self._begin()
         state, world = self.state, self._world
         if self._saved_step == state.step:
+            if is_best:
+                self._saver.mark_best(state.step)
             return
         with world.raise_on_all_ranks("looking whose the folder of the checkpoints is"):
             if self._owner is not None:
                 self._owner.check()
         state.model.combine_statistics()
         with world.status.during("checkpoint"):
-            self._saver.save(state.step, state.shared_state, state.rank_state)
+            self._saver.save(state.step, state.shared_state, state.rank_state, is_best)
         self._saved_step = state.step
 
     def close(self) -> None:

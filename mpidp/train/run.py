@@ -15,6 +15,7 @@ from mpidp.config import RunConfig, to_toml
 from mpidp.hdf5.loader import HDF5Loader
 from mpidp.train.agreement import check_same
 from mpidp.train.batch_norm import SyncBatchNorm, sync_layers
+from mpidp.train.best import Best
 from mpidp.train.checkpoint.read import folder_name
 from mpidp.train.checkpoint.saver import Saver, settle
 from mpidp.train.checkpoints import restore
@@ -52,6 +53,8 @@ class Kept:
         first_step: optimizer steps done before this start; None until that is known.
         since_s: when training began, by `time.perf_counter`.
         saver: of the last `Run`, as are the stop signal and the recorder.
+        best: for the checkpoint that stays; None where none is asked for.
+        stopping: for early stopping, likewise.
         is_saved: whether no checkpoint was given up that was on its way when ranks were lost.
         staged: loaders whose copies of files stay on the node until others have been made.
     """
@@ -63,6 +66,8 @@ class Kept:
     is_saved: bool = True
     stop: StopSignal | None = None
     recorder: Recorder | None = None
+    best: Best | None = None
+    stopping: Best | None = None
     staged: list[HDF5Loader] = field(default_factory=list)
 
     def go_on(self, world: World) -> tuple[int, Path | None]:
@@ -123,6 +128,7 @@ class Run:
             self.model, self.optimizer, self.loader, self.scheduler, seed=config.run.seed, others=others
         )
         self.state.seed_streams()
+        self._follow_metrics()
         metrics_bytes, newest = (0, None) if held is None or goes_on else self._resume(held)
         if held is not None and not goes_on:
             held.begin(world)
@@ -135,6 +141,8 @@ class Run:
         self.saved_step = self.step if world.all(is_saved) else -1
         self.first_step = kept.first_step = self.step if kept.first_step is None else kept.first_step
         self._record(metrics_bytes, newest, is_traced=not goes_on)
+        if kept.best is not None and kept.best.step >= 0:  # a job may have died before it had marked it
+            self.saver.mark_best(kept.best.step)
 
     def _set_threads(self) -> None:
         """Sets torch's number of CPU threads. Collective."""
@@ -166,6 +174,14 @@ class Run:
             total_steps = config.train.epochs * len(self.loader)
             self.scheduler = build_scheduler(config.scheduler, self.optimizer, total_steps)
 
+    def _follow_metrics(self) -> None:
+        """Makes what follows the evaluations, unless it goes on from before a loss of ranks."""
+        best, stopping = self.config.checkpoint.best, self.config.train.early_stopping
+        if best and self.kept.best is None:
+            self.kept.best = Best(best)
+        if stopping.metric and self.kept.stopping is None:
+            self.kept.stopping = Best(stopping.metric, stopping.min_delta)
+
     def _shard(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Shards an optimizer's state, with two copies if training goes on when ranks die. Collective."""
         survives = self.elastic is not None and self.elastic.is_on
@@ -177,6 +193,9 @@ class Run:
         ignored = ignored_settings(self.config, saved["config"])
         if ignored:
             self.world.log_once(f"changed since, but the checkpoint's values go on: {', '.join(ignored)}")
+        for name, follower in self._followers().items():
+            if name in saved["followers"]:
+                follower.load_state_dict(saved["followers"][name])
         return int(saved["metrics_bytes"]), path
 
     def _record(self, metrics_bytes: int, newest: Path | None, is_traced: bool) -> None:
@@ -219,16 +238,49 @@ class Run:
         """Of all data that the run reads."""
         return [self.loader] if self.validation is None else [self.loader, self.validation]
 
+    def _followers(self) -> dict[str, Best]:
+        """What follows the evaluations, by the name in a checkpoint."""
+        found = {"best": self.kept.best, "stopping": self.kept.stopping}
+        return {name: follower for name, follower in found.items() if follower is not None}
+
+    def follow(self, epoch: int) -> None:
+        """Adds the evaluation of an epoch to what decides on checkpoints and the end. Collective.
+
+        Raises:
+            ConfigError: on all ranks: the evaluation has no such metric.
+        """
+        if not (followers := self._followers()):
+            return
+        validation = self.world.broadcast(self.recorder.last_validation)
+        with self.world.raise_on_all_ranks("looking at the evaluation"):
+            for follower in followers.values():
+                follower.add(validation, epoch, self.step)
+        if self.kept.best is not None and self.kept.best.step == self.step:
+            self.save(epoch)
+
+    def why_over(self) -> str:
+        """Why training stops before its last epoch, in words; "" if it does not."""
+        stopping, patience = self.kept.stopping, self.config.train.early_stopping.patience_epochs
+        if stopping is None or stopping.epochs_since < patience:
+            return ""
+        found = (
+            "never a number" if stopping.value is None else f"best, {stopping.value:.6g}, in epoch {stopping.epoch + 1}"
+        )
+        return f"stopped early: {stopping.metric} was {found}, and not better for {count(patience, 'epoch')} since"
+
     def save(self, epoch: int) -> None:
         """Begins a checkpoint of this step, unless there is one already. Collective."""
+        is_best = self.kept.best is not None and self.kept.best.step == self.step
         if self.saved_step == self.step:
+            if is_best:
+                self.saver.mark_best(self.step)
             return
         # The records of an interval must not depend on whether the run was resumed inside it.
         self.recorder.record_training(self.step, epoch, self.optimizer)
         self.model.combine_statistics()
         with self.world.status.during("checkpoint"):
             self.folder.check_owned(self.world)
-            self.saver.save(self.step, self._shared_state, self.state.rank_state)
+            self.saver.save(self.step, self._shared_state, self.state.rank_state, is_best)
         self.saved_step, self.kept.is_saved = self.step, True
         self.recorder.restart(self.step)
 
@@ -243,6 +295,7 @@ class Run:
             **self.state.shared_state(),
             "metrics_bytes": self.recorder.num_bytes,
             "config": to_toml(self.config),
+            "followers": {name: follower.state_dict() for name, follower in self._followers().items()},
         }
 
     def introduction(self) -> str:

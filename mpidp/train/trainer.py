@@ -117,6 +117,8 @@ class Trainer:
         if not self.run.kept.is_saved:
             self.run.save(self.loader.epoch)
         for epoch in range(self.loader.epoch, self.config.train.epochs):
+            if self.run.why_over():
+                break
             if not self._all_steps_done(epoch):
                 self._train_epoch(epoch)
             self._evaluate(epoch)
@@ -124,7 +126,10 @@ class Trainer:
                 break
             result = self.recorder.last_validation
             self.recorder.progress.line(describe_epoch(epoch, self.config.train.epochs, self.run.step, result))
+            self.run.follow(epoch)
             self._save_after(epoch)
+        if (why := self.run.why_over()) and not self.stopped:
+            self.world.log_once(f"{why} (train.early_stopping)")
         if self.run.elastic is not None:  # raises here if a rank died in the last step, as parameters may be missing
             self.world.barrier()
         self.saver.finish()
@@ -229,7 +234,7 @@ class Trainer:
         self.recorder.record_validation(self.run.step, epoch, tally)
 
     def _save_after(self, epoch: int) -> None:
-        last = epoch + 1 == self.config.train.epochs
+        last = epoch + 1 == self.config.train.epochs or bool(self.run.why_over())
         every = self.config.checkpoint.every_epochs
         if every and (last or _is_due(every, epoch + 1)):
             self.run.save(epoch)

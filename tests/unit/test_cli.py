@@ -41,10 +41,11 @@ TRAIN_OPTIONS = """
 --model.name --loss.name --optimizer.name --optimizer.lr --optimizer.sharded --scheduler.name
 --train.epochs --train.fault_tolerance --train.min_ranks
 --train.clip_norm --train.ema_decay --train.micro_batch --train.sync_batch_norm --train.precision --train.threads
---train.on_end
+--train.on_end --train.early_stopping.metric --train.early_stopping.patience_epochs --train.early_stopping.min_delta
 --reduce.reducer --reduce.bucket_bytes --reduce.piece_bytes --reduce.comm_dtype --reduce.error_feedback
 --reduce.check_finite --reduce.overlap
---checkpoint.background --checkpoint.every_epochs --checkpoint.every_steps --checkpoint.keep --checkpoint.on_failure
+--checkpoint.background --checkpoint.best
+ --checkpoint.every_epochs --checkpoint.every_steps --checkpoint.keep --checkpoint.on_failure
 --log.every_steps --log.progress_s --log.trace_from --log.trace_steps
 --watch.stall_warning_s --watch.stall_abort_s --watch.compare_steps
 """

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickle
 import re
 from collections.abc import Iterable, Iterator
@@ -162,7 +163,8 @@ def _dump(content: dict[str, Any]) -> str:
 
 STATE, MANIFEST = "state.pt", "manifest.json"
 # Beside the checkpoints of a folder: what is being written, what is being removed, and the link to the newest.
-PARTIAL, REMOVED, LATEST = ".partial-", ".removed-", "latest"
+PARTIAL, REMOVED = ".partial-", ".removed-"
+LATEST, BEST = "latest", "best"  # links to checkpoints
 ASIDE = ".aside"  # suffix of folders that are set aside: no save counts or removes them
 _PREFIX = "step_"
 # As `folder_name` writes it. Anything with another name, such as a copy, belongs to the user.
@@ -192,6 +194,21 @@ def by_step(path: Path) -> tuple[int, str]:
 def newest_first(folder: Path) -> list[Path]:
     """All checkpoints in a run's `checkpoints` folder, complete or not."""
     return sorted(filter(is_checkpoint, folder.glob(f"{_PREFIX}*")), key=by_step, reverse=True)
+
+
+def best(folder: Path) -> Path:
+    """The checkpoint that the link `best` of a folder of checkpoints points to.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    link = folder / BEST
+    path = folder / os.readlink(link) if link.is_symlink() else link
+    if path == link or not is_checkpoint(path):
+        raise CheckpointError(
+            f"no best checkpoint in {folder}: set checkpoint.best when you train, or take the last, or the path of one."
+        )
+    return path
 
 
 def newest(folder: Path) -> tuple[Path, list[str]]:

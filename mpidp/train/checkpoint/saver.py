@@ -16,13 +16,24 @@ from pathlib import Path
 from typing import Any
 
 from mpidp.errors import SHARED_MARK, CheckpointError
-from mpidp.train.checkpoint.read import ALGORITHM, MANIFEST, PARTIAL, STATE, File, Manifest, folder_name, part_name
+from mpidp.train.checkpoint.read import (
+    ALGORITHM,
+    BEST,
+    MANIFEST,
+    PARTIAL,
+    STATE,
+    File,
+    Manifest,
+    folder_name,
+    part_name,
+)
 from mpidp.train.checkpoint.write import (
     OWNED_BY,
     Snapshot,
     as_checkpoint_error,
     complete,
     discard,
+    point_to,
     write_parts,
 )
 from mpidp.world import mpi
@@ -46,6 +57,7 @@ class _Save:
         partial: the folder the ranks write into.
         start: time of its begin, by `time.perf_counter`.
         stalled_s: how long training has waited for it.
+        is_best: whether it stays as the best.
         publishes: whether all files are written and rank 0 publishes it.
         work: the present work of this rank's thread.
     """
@@ -55,6 +67,7 @@ class _Save:
     work: "Future[Files]"
     start: float
     stalled_s: float
+    is_best: bool
     publishes: bool = False
 
 
@@ -104,7 +117,7 @@ class Saver:
         self._snapshot = Snapshot()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mpidp-checkpoint")
 
-    def save(self, step: int, shared: State, own: State) -> None:
+    def save(self, step: int, shared: State, own: State, is_best: bool = False) -> None:
         """Begins a checkpoint; waits for the one before, if that is still being written. Collective.
 
         Args:
@@ -112,6 +125,7 @@ class Saver:
             shared: returns the state that all ranks share; called on rank 0 only. Nested dicts and lists of tensors,
                 numbers and strings.
             own: returns the state that only this rank has, likewise.
+            is_best: point the link `best` to it, which keeps it until there is a better one.
 
         Raises:
             CheckpointError: on all ranks, if a checkpoint could not be written and `on_failure` is "stop".
@@ -130,7 +144,7 @@ class Saver:
         except Exception as error:  # the other ranks wait for this one in the exchange
             work = Future()
             work.set_exception(as_checkpoint_error(error, place))
-        self._current = _Save(step, place, work, start, stalled_s=time.perf_counter() - start)
+        self._current = _Save(step, place, work, start, stalled_s=time.perf_counter() - start, is_best=is_best)
         if not self.background:
             self.finish()
 
@@ -165,6 +179,21 @@ class Saver:
             self._current.stalled_s += time.perf_counter() - start
             start = time.perf_counter()
             self._ask()
+
+    def mark_best(self, step: int) -> None:
+        """Points the link `best` to the checkpoint of a step that is saved already, if it still exists. Collective.
+
+        Raises:
+            CheckpointError: as `save` does; or the link cannot be written.
+        """
+        self.finish()
+        final = self.folder / folder_name(step)
+        with self.world.raise_on_all_ranks("marking the best checkpoint"):
+            try:
+                if self.world.rank == 0 and (final / MANIFEST).exists():
+                    point_to(final, BEST)
+            except OSError as error:
+                raise as_checkpoint_error(error, final) from error
 
     def leave(self, error: BaseException) -> None:
         """Completes the checkpoint when training ends by an error, if all ranks take part.
@@ -227,7 +256,7 @@ class Saver:
             tuple(sorted((file for of_rank in files for file in of_rank), key=lambda file: file.name)),
         )
         final = self.folder / folder_name(save.step)
-        return self._thread.submit(complete, save.partial, final, manifest, self.keep, self.relies_on)
+        return self._thread.submit(complete, save.partial, final, manifest, self.keep, self.relies_on, save.is_best)
 
     def _share(self, error: BaseException | None) -> None:
         assert error is None or isinstance(error, CheckpointError)

@@ -28,6 +28,7 @@ from mpidp.errors import CheckpointError
 from mpidp.train.checkpoint.read import (
     ALGORITHM,
     ASIDE,
+    BEST,
     LATEST,
     MANIFEST,
     PARTIAL,
@@ -201,13 +202,18 @@ class _Hashed:
 
 
 OWNED_BY = "@"  # in the name of a partial folder, before the process that publishes it
-_NEW_LATEST = ".latest"
+_NEW_LINK = ".new_link"
 
 log = logging.getLogger("mpidp.rank")
 
 
 def complete(
-    partial: Path, final: Path, manifest: Manifest, keep: int, relies_on: Sequence[Path] = ()
+    partial: Path,
+    final: Path,
+    manifest: Manifest,
+    keep: int,
+    relies_on: Sequence[Path] = (),
+    is_best: bool = False,
 ) -> tuple[File, ...]:
     """Publishes a checkpoint and removes old ones; returns its files.
 
@@ -217,6 +223,7 @@ def complete(
         manifest: of the files that the ranks wrote.
         keep: how many checkpoints to keep; at least 1.
         relies_on: other files that are flushed to the disk before it, if they exist.
+        is_best: whether it is the one that stays as the best.
 
     Raises:
         CheckpointError: a file cannot be written; the message says which, why, and whether the checkpoint is complete.
@@ -232,6 +239,8 @@ def complete(
     except Exception as error:
         raise as_checkpoint_error(error, place) from error
     try:
+        if is_best:
+            point_to(final, BEST)
         tidy(final, keep)
     except Exception as error:
         failed = as_checkpoint_error(error, final.parent)
@@ -258,18 +267,23 @@ def publish(partial: Path, final: Path, manifest: Manifest) -> None:
 def tidy(final: Path, keep: int) -> None:
     """Points `latest` to a new checkpoint, sets aside those of later steps, and removes all but the newest `keep`.
 
+    The one that the link `best` points to is not removed.
+
     Raises:
         OSError: the file system refuses.
     """
-    _point_to(final)
+    point_to(final, LATEST)
     folder = final.parent
     others = [path for path in newest_first(folder) if path != final]
     # One of a later step was skipped when the run was resumed: it must not be taken for one of this run.
     newer = [path for path in others if by_step(path) > by_step(final)]
     for path in newer:
         set_aside(path)
+    best = folder / BEST
+    kept = os.readlink(best) if best.is_symlink() else ""
     for path in others[len(newer) :][keep - 1 :]:
-        _remove(path)
+        if path.name != kept:
+            _remove(path)
     for left_by_a_crash in [*folder.glob(f"{PARTIAL}step_*"), *folder.glob(f"{REMOVED}step_*")]:
         if left_by_a_crash.is_dir() and not _is_in_use(left_by_a_crash):
             shutil.rmtree(left_by_a_crash)
@@ -296,15 +310,15 @@ def _check_visible(partial: Path, manifest: Manifest) -> None:
             )
 
 
-def _point_to(final: Path) -> None:
-    """Makes the link `latest` point to a checkpoint, at no moment to nothing."""
-    link = final.parent / _NEW_LATEST
-    link.unlink(missing_ok=True)  # left by a crash
-    link.symlink_to(final.name)
-    latest = final.parent / LATEST
-    if latest.is_dir() and not latest.is_symlink():  # the run folder was copied by something that follows links
-        set_aside(latest)
-    link.replace(latest)
+def point_to(final: Path, name: str) -> None:
+    """Makes a link beside a checkpoint, `latest` or `best`, point to it, at no moment to nothing."""
+    new = final.parent / _NEW_LINK
+    new.unlink(missing_ok=True)  # left by a crash
+    new.symlink_to(final.name)
+    link = final.parent / name
+    if link.is_dir() and not link.is_symlink():  # the run folder was copied by something that follows links
+        set_aside(link)
+    new.replace(link)
     flush_folder(final.parent)
 
 
