@@ -75,6 +75,8 @@ def test_ranks_that_disagree(world: World, path: Path) -> None:
     """Behaviour 33: an error on every rank that names both sides."""
     with pytest.raises(MismatchError, match=r"rank 1 made .*\(16, 1, .*rank 0 with .*\(16, 0, "):
         make(path, world, seed=world.rank)
+    with pytest.raises(MismatchError, match="drop_last"):
+        make(path, world, drop_last=world.rank == 1)
 
 
 def test_the_world_of_init_is_taken(world: World, path: Path) -> None:
@@ -105,13 +107,6 @@ def test_a_new_pass_in_file_order_on_all_ranks(world: World, path: Path) -> None
     for _ in zip(range(1 + world.rank), loader, strict=False):
         pass
     assert sorted(row for batch in loader for row in global_rows(world, batch.indices)) == list(range(ROWS))
-
-
-@pytest.mark.mpi(min_size=2)
-def test_ranks_must_agree_on_drop_last(world: World, path: Path) -> None:
-    """Behaviour 33."""
-    with pytest.raises(MismatchError, match="drop_last"):
-        make(path, world, drop_last=world.rank == 1)
 
 
 @pytest.mark.mpi(min_size=2)

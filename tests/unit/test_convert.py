@@ -124,14 +124,6 @@ def test_stored_bfloat16() -> None:
     np.testing.assert_array_equal(converted(bits[:2], stored_bfloat16=True, target="float64"), [1.5, -2.25])
 
 
-def test_members() -> None:
-    values = np.zeros(3, np.dtype([("a", ">i2"), ("b", "f4", (2,))], align=True))
-    values["a"], values["b"] = [1, 2, 3], [[0, 1], [2, 3], [4, 5]]
-    into = np.empty((3, 2), "f8")
-    Converter(Field("b", (2,), np.dtype("f4"), member="b", target="float64"))(values, into)
-    np.testing.assert_array_equal(into, values["b"])
-
-
 def test_decode_must_keep_shape_and_type() -> None:
     """What a decode function returned first is what it must return."""
     field = Field("x", (2,), np.dtype("f4"), decoded=True)

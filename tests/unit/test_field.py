@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mpidp.errors import DataError
-from mpidp.hdf5.field import FieldSpec, field_specs
+from mpidp.hdf5.field import FieldSpec
 from mpidp.hdf5.files.describe import describe
 from mpidp.hdf5.loader import HDF5Loader
 
@@ -141,11 +141,6 @@ def test_stored_bfloat16(tmp_path: Path, order: int) -> None:
         np.testing.assert_array_equal(found[name].float(), values * np.float32(factor))
 
 
-def test_one_dataset_twice(path_of_one: Path) -> None:
-    found = read(path_of_one, FieldSpec("points", member="id"), FieldSpec("points", "again", "id"))
-    assert torch.equal(found["points.id"], found["again"])
-
-
 def broken(words: np.ndarray) -> np.ndarray:
     raise ZeroDivisionError("on purpose")
 
@@ -193,9 +188,3 @@ def test_settings_name_the_function() -> None:
     one: Callable[[np.ndarray], np.ndarray] = length_and_first
     assert FieldSpec("x", decode=one).settings() != FieldSpec("x", decode=broken).settings()
     assert FieldSpec("x", decode=one).settings() == FieldSpec("x", decode=length_and_first).settings()
-
-
-def test_names_must_differ() -> None:
-    with pytest.raises(DataError, match="different dataset names"):
-        field_specs(("x", FieldSpec("x", axis=1)))
-    assert [spec.name for spec in field_specs(("x", FieldSpec("x", name="y", axis=1)))] == ["x", "y"]

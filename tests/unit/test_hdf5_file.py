@@ -10,7 +10,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from hdf5_rows import all_rows, read_rows, write
+from hdf5_rows import read_rows, write
 
 from mpidp.errors import DataError
 from mpidp.hdf5.files import file as file_module
@@ -173,12 +173,6 @@ def test_files_of_one_data_set_must_agree(tmp_path: Path, other: np.ndarray) -> 
     first, second = write(tmp_path / "a.h5", x=np.zeros((3, 2))), write(tmp_path / "b.h5", x=other)
     with pytest.raises(DataError, match=r'(?s)"x" is float64 of shape \(2,\).*a\.h5.*b\.h5'):
         describe([first, second], ("x",))
-
-
-def test_files_may_differ_in_byte_order_and_layout(tmp_path: Path) -> None:
-    first = write(tmp_path / "a.h5", x=np.arange(3, dtype=">i4"))
-    second = write(tmp_path / "b.h5", x=(np.arange(3, dtype="<i4"), {"chunks": (2,)}))
-    assert all_rows([first, second]).tolist() == [0, 1, 2] * 2
 
 
 def test_enumerations_are_their_numbers(tmp_path: Path) -> None:

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 from loaders import ROWS, SHUFFLES, OneOf, make, rows, write
-from torch.nn import functional as F  # noqa: N812  # the name every PyTorch program gives it
 
-from mpidp.errors import DataError, MismatchError
+from mpidp.errors import DataError
 from mpidp.hdf5.dataset import Rows
 from mpidp.hdf5.gather import RowGatherer
 from mpidp.hdf5.loader import HDF5Loader
@@ -46,11 +45,6 @@ def test_values_belong_to_their_rows(paths: list[Path], shuffle: Shuffle, split:
         seen += rows(batches)
     expected = {None: ROWS, ("train", 0.3): 105, ("validation", 0.3): 45}[split]
     assert len(seen) == len(set(seen)) == expected == loader.num_samples
-
-
-def test_parts_of_a_split_are_disjoint(paths: list[Path]) -> None:
-    train, validation = (rows(make(paths, split=(part, 0.2), global_batch=16)) for part in ("train", "validation"))
-    assert sorted(train + validation) == list(range(ROWS))
 
 
 def test_validation_in_file_order(paths: list[Path]) -> None:
@@ -92,12 +86,6 @@ def test_a_new_order_each_epoch(paths: list[Path]) -> None:
 def test_options_that_cannot_be(paths: list[Path], options: dict[str, Any], text: str) -> None:
     with pytest.raises(DataError, match=text):
         make(paths, **options)
-
-
-def test_ranks_must_agree(paths: list[Path]) -> None:
-    """Behaviour 33: both sides are named."""
-    with pytest.raises(MismatchError, match=r"rank 1 made .*32.*rank 0 with .*'other'"):
-        make(paths, world=OneOf(1, 2, roots=(("other",), ())))
 
 
 def test_automatic_streams_do_not_depend_on_size(paths: list[Path]) -> None:
@@ -147,25 +135,3 @@ def test_more_ranks_than_samples(paths: list[Path]) -> None:
     assert len(batches) == 4
     assert batches[3].size == 0 and batches[3].global_size == 30
     assert batches[3].x.shape == (0, 3) and batches[3].y.dtype == torch.int32
-
-
-def test_the_example_of_the_readme_learns(tmp_path: Path) -> None:
-    generator = np.random.default_rng(0)
-    x = generator.normal(size=(256, 4)).astype("f4")
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        file.create_dataset("x", data=x, chunks=(16, 4))
-        file["y"] = (x[:, 0] > 0).astype("i8")
-    loader = HDF5Loader(tmp_path / "a.h5", fields=("x", "y"), global_batch=64, seed=0)
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    losses = []
-    for _ in range(5):
-        for batch in loader:
-            loss = batch.weigh(F.cross_entropy(model(batch.x), batch.y))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-    assert len(losses) == 20
-    assert losses[-1] < losses[0] / 2

@@ -160,32 +160,6 @@ def test_drop_last(paths: list[Path], shuffle: Shuffle, size: int) -> None:
             assert len(loader.dataset) == ROWS
 
 
-@pytest.mark.parametrize("shuffle", SHUFFLES)
-def test_resume_with_drop_last(paths: list[Path], shuffle: Shuffle) -> None:
-    """Behaviour 25: at any step; with another global batch the unseen samples follow, up to its incomplete step."""
-    for steps in range(5):
-        loader = make(paths, shuffle=shuffle, drop_last=True)
-        seen = rows(batch for _, batch in zip(range(steps), loader, strict=False))
-        state = loader.state_dict()
-        assert state["position"] == 32 * steps
-        same = make(paths, shuffle=shuffle, drop_last=True)
-        same.load_state_dict(state)
-        assert same.remaining_steps == 4 - steps
-        all_of_it = make(paths, shuffle=shuffle, global_batch=7)
-        all_of_it.load_state_dict(state)
-        assert sorted(seen + rows(all_of_it)) == list(range(ROWS))
-        other = make(paths, shuffle=shuffle, global_batch=40, drop_last=True)
-        other.load_state_dict(state)
-        left = (ROWS - 32 * steps) // 40
-        assert other.remaining_steps == left
-        if left:
-            rest = rows(other)
-            assert len(rest) == 40 * left and not set(rest) & set(seen)
-        else:  # nothing is left of that epoch, so this is the next
-            assert [batch.global_size for batch in other] == [40] * 3
-        assert other.epoch == 1 + (not left)
-
-
 def test_a_second_pass_ends_the_first(paths: list[Path]) -> None:
     loader = make(paths)
     first = iter(loader)
@@ -298,22 +272,3 @@ def test_an_error_of_the_thread_reaches_the_loop(tmp_path: Path) -> None:
         assert not _threads()
     (tmp_path / "b.h5").rename(path)
     assert len(list(loader)) == 3
-
-
-def test_memory_and_files_stay_flat(paths: list[Path]) -> None:
-    """Behaviour 28: over many batches neither open files nor Python objects pile up."""
-    loader = make(paths, global_batch=1)
-
-    def used() -> tuple[int, int]:
-        loader.stop()  # a thread that makes a tuple while `gc` lists it fails
-        gc.collect()
-        return len(list(Path("/proc/self/fd").iterdir())), len(gc.get_objects())
-
-    for _ in range(3):
-        list(loader)
-    files, objects = used()
-    for _ in range(10):
-        list(loader)
-    files_later, objects_later = used()
-    assert files_later <= files
-    assert objects_later - objects < 200

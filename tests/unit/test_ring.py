@@ -107,13 +107,3 @@ def test_batches_that_are_kept_keep_their_values(tmp_path: Path) -> None:
         rows = plan.rows(plan.local_indices(8 * step, 1, 0))
         np.testing.assert_array_equal(found, 3 * rows[::2] + 1)
     loader.close()
-
-
-def test_few_batches_are_allocated(tmp_path: Path) -> None:
-    """Behaviour 28: a loop that drops its batches uses the same memory over and over."""
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        file.create_dataset("x", data=np.arange(2000), chunks=(100,))
-    loader = HDF5Loader(tmp_path / "a.h5", ("x",), 10, prefetch_batches=2)
-    addresses = {batch.x.data_ptr() for _ in range(3) for batch in loader}
-    assert len(addresses) <= 6
-    loader.close()
