@@ -155,6 +155,11 @@ TABLE: dict[str, dict[str, Run | Elsewhere | NotHere]] = {
         "mpiexec -n 4 python train.py": Elsewhere(MIGRATE),
         "srun python train.py": NotHere("a script of the reader's, in Slurm; the job scripts are run there"),
     },
+    "docs/reference/messages.md": {
+        "mpidp data verify FILE": Run("sound", (("FILE", "data/digits.h5"),)),
+        "pip install mpich": REGISTRY,
+        "pip install hdf5plugin": REGISTRY,
+    },
     "docs/reference/commands.md": {
         "mpidp COMMAND --help": Run("usage: mpidp submit", (("COMMAND", "submit"),)),
     },
