@@ -21,7 +21,7 @@ from mpidp.hdf5.files.describe import describe
 from mpidp.hdf5.loader import HDF5Loader
 from mpidp.models import BUILT_IN as MODELS
 from mpidp.printable import listed, shown
-from mpidp.train.losses import ELEMENTWISE, LOSSES, Loss, elementwise
+from mpidp.train.losses import LOSSES, Loss, make_loss
 from mpidp.train.precision import parameter_dtype
 from mpidp.train.schedule import SCHEDULES
 
@@ -174,15 +174,14 @@ def _classes(module: Any, base: type) -> dict[str, str]:
     }
 
 
-def build_loss(section: LossSection) -> Loss:
-    """The loss of the run file; it returns the mean over the samples it is given.
+def build_loss(section: LossSection, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Loss:
+    """The loss of the run file; lists among its arguments become tensors of this dtype on this device.
 
-    Losses of torch that compare element by element refuse an output and a target of different shapes.
+    Raises:
+        ConfigError: it cannot be found, or does not take its arguments.
     """
     function = find("loss.name", section.name, LOSSES)
-    if function in ELEMENTWISE:
-        function = partial(elementwise, function)
-    return partial(function, **section.arguments)
+    return make_loss(section.name, function, section.arguments, dtype, torch.device(device))
 
 
 OnEnd = Callable[[nn.Module, RunConfig], object]

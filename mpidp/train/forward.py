@@ -17,7 +17,7 @@ from mpidp.errors import SHARED_MARK, DataError, MpidpError
 from mpidp.hdf5.batch import Batch
 from mpidp.train.batch_norm import explain_batch_norm
 from mpidp.train.data_parallel import DataParallel
-from mpidp.train.losses import Loss
+from mpidp.train.losses import ClassLoss, Loss
 from mpidp.train.precision import Precision, parameter_dtype
 from mpidp.world import mpi
 from mpidp.world.exit import MEMORY_ADVICE, is_out_of_memory
@@ -50,6 +50,15 @@ class Forward:
             first.to(dtype) if first.is_floating_point() else first,
             second.to(dtype) if second.is_floating_point() else second,
         )
+
+    @property
+    def ignored(self) -> int | None:
+        """The class whose targets count nothing; None for none."""
+        return self._loss.ignored if isinstance(self._loss, ClassLoss) else None
+
+    def weight(self, target: Tensor) -> Tensor | None:
+        """What the sum of the losses has to be divided by; None for the number of samples, as the loss does itself."""
+        return self._loss.weight_of(target) if isinstance(self._loss, ClassLoss) else None
 
     def __call__(
         self, batch: Batch, inputs: Tensor, target: Tensor, averaged: nn.Module | None = None

@@ -1,12 +1,16 @@
 """Losses by the names that run files give them, and what they accept."""
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own habit)
 from torch import Tensor
 
-from mpidp.errors import DataError
+from mpidp.errors import ConfigError, DataError
+from mpidp.printable import listed, shown
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -33,6 +37,109 @@ ELEMENTWISE = (
     F.soft_margin_loss,
     F.kl_div,
 )
+
+
+# Torch ignores -100 unless it is told another class, and divides by the number of the others on each rank.
+_NO_CLASS = torch.iinfo(torch.int64).min
+
+
+def make_loss(
+    name: str, function: Callable[..., Tensor], arguments: Mapping[str, Any], dtype: torch.dtype, device: torch.device
+) -> Loss:
+    """A loss that returns the mean over the samples it is given; with weights of classes a `ClassLoss`.
+
+    Losses of torch that compare element by element refuse an output and a target of different shapes.
+
+    Args:
+        name: in the run file, for messages.
+        function: what it stands for.
+        arguments: of the function, from the run file; for losses of torch lists become tensors.
+        dtype: of these tensors.
+        device: of these tensors.
+
+    Raises:
+        ConfigError: the function does not take these arguments.
+    """
+    is_torchs = function is cross_entropy or getattr(function, "__module__", "") == F.__name__
+    _check_arguments(name, F.cross_entropy if function is cross_entropy else function, arguments, is_torchs)
+    given = {key: _tensor(key, value, dtype, device) if is_torchs else value for key, value in arguments.items()}
+    if function in (cross_entropy, F.cross_entropy, F.nll_loss):
+        if "weight" in given or "ignore_index" in given:
+            return ClassLoss(function, **given)
+        given["ignore_index"] = _NO_CLASS
+    if function in ELEMENTWISE:
+        function = partial(elementwise, function)
+    return partial(function, **given)
+
+
+def _check_arguments(name: str, function: Callable[..., Tensor], arguments: Mapping[str, Any], is_torchs: bool) -> None:
+    if is_torchs and (reducing := {"reduction", "reduce", "size_average"} & arguments.keys()):
+        raise ConfigError(f"loss.arguments.{min(reducing)} is set; the loss has to be the mean over the samples.")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # written in C
+        return
+    try:
+        signature.bind(None, None, **arguments)
+    except TypeError as error:
+        given = listed(f"{key}={shown(value)}" for key, value in arguments.items()) or "none"
+        raise ConfigError(f"loss {name!r}: {error}. Arguments given: {given}.") from error
+
+
+def _tensor(key: str, value: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    if not isinstance(value, list):
+        return value
+    try:
+        return torch.tensor(value, dtype=dtype, device=device)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"loss.arguments.{key} = {shown(value)}; expected a list of numbers.") from error
+
+
+class ClassLoss:
+    """A loss of classes with weights, or of which one is ignored; the sum over samples divided by their number.
+
+    Torch divides the sum by the weights of the targets instead. Those are not the same on all ranks, so that is done
+    once their sum over all ranks is known.
+
+    Attributes:
+        ignored: the class whose targets count nothing, if any.
+
+    Args:
+        function: `cross_entropy` or `nll_loss`.
+        weight: of each class; None for 1.
+        ignore_index: the class to be ignored; None for none.
+        arguments: further ones of the function.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Tensor],
+        weight: Tensor | None = None,
+        ignore_index: int | None = None,
+        **arguments: Any,
+    ):
+        self._weight, self.ignored = weight, ignore_index
+        number = _NO_CLASS if ignore_index is None else ignore_index
+        self._sum = partial(function, weight=weight, ignore_index=number, reduction="sum", **arguments)
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        """The sum over the samples divided by their number."""
+        return self._sum(output, target) / max(1, len(target))
+
+    def weight_of(self, target: Tensor) -> Tensor:
+        """What torch divides the sum by, float64: the sum of the weights of the targets' classes.
+
+        For class probabilities it is the number of samples. Targets that are no class have any weight: the loss raises.
+        """
+        if target.is_floating_point():
+            return target.new_tensor(len(target), dtype=torch.float64)
+        classes = target.long()
+        counts = torch.ones_like(classes, dtype=torch.float64)
+        if self.ignored is not None:
+            counts *= classes != self.ignored
+        if self._weight is not None:
+            counts *= self._weight.double()[classes.clamp(0, len(self._weight) - 1)]
+        return counts.sum()
 
 
 def cross_entropy(output: Tensor, target: Tensor, **arguments: float) -> Tensor:
@@ -104,15 +211,19 @@ def _same_shape_advice(output: Tensor, target: Tensor) -> str:
     return "Change the model, or the shape in data.transform."
 
 
-def count_right(output: Tensor, target: Tensor) -> Tensor | None:
-    """Right answers per sample, summed: how many class scores have their largest at the target. None for no classes.
+def count_right(output: Tensor, target: Tensor, ignored: int | None = None) -> tuple[Tensor, Tensor | int] | None:
+    """How many class scores have their largest at the target, and of how many; None if there are no classes.
 
-    For sequences it is the mean over the sequence, summed over samples. Class probabilities as targets have none.
+    For sequences it is the mean over the sequence, summed over samples, and the number of samples; with an ignored
+    class the number of the other places. Class probabilities as targets have none.
     """
     if target.is_floating_point() or not _classes_last(output, target):
         return None
     right = (output.argmax(-1) == target).double()
-    return right.flatten(1).mean(1).sum() if right.dim() > 1 else right.sum()
+    if ignored is not None:
+        counted = target != ignored
+        return (right * counted).sum(), counted.sum()
+    return right.flatten(1).mean(1).sum() if right.dim() > 1 else right.sum(), len(target)
 
 
 def _classes_last(output: Tensor, target: Tensor) -> bool:

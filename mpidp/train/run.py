@@ -160,7 +160,7 @@ class Run:
         with world.raise_on_all_ranks("building the model"):
             self.precision = Precision(config.train.precision, world.device)
             module = build_model(config).to(world.device)
-            loss = build_loss(config.loss)
+            loss = build_loss(config.loss, self.precision.dtype, world.device)
             self.on_end = build_on_end(config)
         if config.train.sync_batch_norm and not sync_layers(SyncBatchNorm.convert(module, world)):
             world.log_once("train.sync_batch_norm is true, but the model has no batch norm layer")
@@ -222,6 +222,7 @@ class Run:
             on_failure=config.checkpoint.on_failure,
             failure=folder.take_log_failure,
             scaler=self.precision.scaler,
+            ignored=self.forward.ignored,
             before=kept.recorder,
         )
         folder.note(world, first_step=self.first_step, last_step=last_step)

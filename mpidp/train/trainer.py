@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from mpidp.config import RunConfig
 from mpidp.hdf5.batch import Batch
@@ -177,6 +178,7 @@ class Trainer:
 
     def _train_step(self, batch: Batch) -> None:
         """The five steps of training, on one global batch."""
+        weights: list[Tensor] = []
         stopwatch, scaler = self.recorder.stopwatch, self.run.precision.scaler
         for part in batch.micro_batches(self.config.train.micro_batch or max(1, batch.size)):
             with contextlib.nullcontext() if part.last else self.model.no_sync():
@@ -187,13 +189,25 @@ class Trainer:
                 with stopwatch("backward"):
                     scaler.scale(part.weigh(loss)).backward()  # type: ignore[no-untyped-call]
                 stopwatch.move("backward", "reduce", self.model.reduce_s - reduce_s)
-            self.recorder.tally.add(loss, output, target, part.size)
+            weight = self.run.forward.weight(target)
+            weights += [] if weight is None else [weight]
+            self.recorder.tally.add(loss, output, target, part.size, weight)
+        if weights:
+            with stopwatch("reduce"):
+                self._divide_by(float(sum(weights)), batch.global_size)
         if self.run.elastic is not None:
             self.run.elastic.agree()  # up to the next collective all living ranks do the same
         with stopwatch("optimizer"):
             self._step_optimizer()
         self.run.state.step += 1
         self.world.status.step = self.run.step
+
+    def _divide_by(self, weight: float, num_samples: int) -> None:
+        """Divides gradients by the weights of all ranks instead of the number of samples. Collective."""
+        total = sum(self.world.comm.allgather(weight))  # the same bits on all ranks
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(num_samples / total if total else 0.0)
 
     def _step_optimizer(self) -> None:
         """Clips, steps, and sets the next learning rate. In fp16 gradients that overflowed leave all as it is."""
@@ -221,13 +235,13 @@ class Trainer:
         self.model.combine_statistics()
         self.model.eval()
         averaged = self.run.ema.model() if self.run.ema else None
-        tally = Tally(self.world.device)
+        tally = Tally(self.world.device, self.run.forward.ignored)
         with torch.no_grad(), self.world.status.during("evaluate"):
             for batch in self.run.validation:
                 if batch.size:
                     inputs, target = self.run.forward.inputs(batch)
                     output, loss = self.run.forward(batch, inputs, target, averaged)
-                    tally.add(loss, output, target, batch.size)
+                    tally.add(loss, output, target, batch.size, self.run.forward.weight(target))
                 self.saver.poll()
                 if self._is_asked_to_stop(epoch):
                     return

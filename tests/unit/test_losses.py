@@ -1,5 +1,7 @@
 """Losses by name, and the count of right answers."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -7,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from mpidp.config import LossSection
 from mpidp.errors import ConfigError, DataError
 from mpidp.train.components import build_loss
-from mpidp.train.losses import LOSSES, count_right, cross_entropy
+from mpidp.train.losses import LOSSES, ClassLoss, count_right, cross_entropy
 
 GENERATOR = torch.Generator().manual_seed(0)
 SCORES = torch.randn(6, 5, generator=GENERATOR)
@@ -69,7 +71,7 @@ def test_no_samples_are_no_error(output: torch.Tensor, target: torch.Tensor) -> 
     """Behaviour 16: NaN there, which `weigh` turns into nothing."""
     assert torch.isnan(cross_entropy(output, target))
     right = count_right(output, target)
-    assert right is not None and (right == 0 or torch.isnan(right))
+    assert right is not None and (right[0] == 0 or torch.isnan(right[0]))
 
 
 def test_arguments_reach_the_loss() -> None:
@@ -122,13 +124,14 @@ def test_the_nearest_name_is_offered() -> None:
 
 def test_right_answers_are_counted() -> None:
     output = F.one_hot(torch.tensor([0, 1, 2, 0, 0, 0]), 5).float()
-    assert count_right(output, LABELS) == 4
+    assert count_right(output, LABELS) == (4, 6)
+    assert count_right(output, LABELS, ignored=0) == (int((output.argmax(-1) == LABELS)[LABELS != 0].sum()), 4)
 
 
 def test_right_answers_of_sequences_are_means_over_the_sequence() -> None:
     output = F.one_hot(torch.tensor([[0, 1, 2], [0, 0, 1]]), 5).float()
     right = count_right(output, torch.tensor([[0, 1, 2], [0, 0, 0]]))
-    assert right is not None and right.item() == pytest.approx(1 + 2 / 3)
+    assert right is not None and right[0].item() == pytest.approx(1 + 2 / 3) and right[1] == 2
 
 
 @pytest.mark.parametrize(
@@ -146,3 +149,73 @@ def test_probabilities_have_no_right_answers() -> None:
 
 def test_an_output_that_is_no_tensor_has_no_right_answers() -> None:
     assert count_right((SCORES, SCORES), LABELS) is None  # type: ignore[arg-type]
+
+
+WEIGHTS = [0.5, 2.0, 0.0, 1.5, 3.0]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"weight": WEIGHTS},
+        {"ignore_index": 3},
+        {"ignore_index": -100},
+        {"weight": WEIGHTS, "ignore_index": 0},
+        {"weight": WEIGHTS, "ignore_index": 0, "label_smoothing": 0.1},
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_sum_of_losses_of_weighed_classes_over_their_weights_is_torchs_mean(
+    arguments: dict[str, Any], dtype: torch.dtype
+) -> None:
+    loss = build_loss(LossSection("cross_entropy", arguments), dtype)
+    assert isinstance(loss, ClassLoss)
+    if "weight" in arguments:
+        arguments = arguments | {"weight": torch.tensor(WEIGHTS, dtype=dtype)}
+    for labels in (LABELS, torch.tensor([arguments.get("ignore_index", 1), 1, 2, 3, 4, 4])):
+        expected = F.cross_entropy(SCORES.to(dtype), labels, **arguments)
+        found = loss(SCORES.to(dtype), labels) * 6 / loss.weight_of(labels)
+        torch.testing.assert_close(found, expected.double(), rtol=1e-6, atol=0, check_dtype=False)
+        sequence = loss(SCORES.view(2, 3, 5).to(dtype), labels.view(2, 3)) * 2 / loss.weight_of(labels.view(2, 3))
+        torch.testing.assert_close(sequence, found)
+
+
+def test_probabilities_with_class_weights_are_a_mean_over_samples() -> None:
+    loss = build_loss(LossSection("cross_entropy", {"weight": WEIGHTS}))
+    assert isinstance(loss, ClassLoss) and loss.weight_of(SHARES) == 6
+    torch.testing.assert_close(loss(SCORES, SHARES), F.cross_entropy(SCORES, SHARES, torch.tensor(WEIGHTS)))
+
+
+def test_label_smoothing_is_torchs() -> None:
+    loss = build_loss(LossSection("cross_entropy", {"label_smoothing": 0.1}))
+    assert torch.equal(loss(SCORES, LABELS), F.cross_entropy(SCORES, LABELS, label_smoothing=0.1))
+
+
+def test_lists_become_tensors_for_losses_of_torch() -> None:
+    loss = build_loss(LossSection("binary_cross_entropy_with_logits", {"pos_weight": WEIGHTS}))
+    expected = F.binary_cross_entropy_with_logits(SCORES, SHARES, pos_weight=torch.tensor(WEIGHTS))
+    assert torch.equal(loss(SCORES, SHARES), expected)
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "torch.nn.functional:cross_entropy"])
+def test_targets_of_torchs_ignored_class_are_refused_unless_the_run_file_says_so(name: str) -> None:
+    """They are not the same number on all ranks."""
+    padded = torch.tensor([0, 1, -100, 3, 4, 0])
+    with pytest.raises(IndexError, match="-100 is out of bounds"):
+        build_loss(LossSection(name))(SCORES, padded)
+    with pytest.raises(IndexError, match="-100 is out of bounds"):
+        build_loss(LossSection(name, {"weight": WEIGHTS}))(SCORES, padded)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("cross_entropy", {"weights": [1.0]}, "unexpected keyword argument 'weights'"),
+        ("cross_entropy", {"weight": ["a"]}, "loss.arguments.weight = .*; expected a list of numbers"),
+        ("mse_loss", {"label_smoothing": 0.1}, "loss 'mse_loss': .*'label_smoothing'"),
+        ("mse_loss", {"reduction": "sum"}, "loss.arguments.reduction is set; the loss has to be the mean"),
+    ],
+)
+def test_arguments_that_are_refused(name: str, arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build_loss(LossSection(name, arguments))

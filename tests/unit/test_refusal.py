@@ -79,7 +79,6 @@ CASES = {
         ['field "pixels" (10, 4) uint8', "output (10, 3) float32", "nll_loss"],
     ),
     "broadcasting": ({"loss__name": "mse_loss"}, ["(10, 3)", '"y" (10,) int64', "mse_loss"]),
-    "loss without a mean": ({"loss__arguments": {"reduction": "none"}}, ["no scalar", "cross_entropy"]),
     "loss of one's own without a mean": ({"loss__name": f"{MODEL}halves"}, ["no scalar", "halves"]),
     "transform": (
         {"data__transform": f"{MODEL}swapped"},

@@ -55,26 +55,37 @@ class Stopwatch:
 class Tally:
     """Sums of loss, right answers and samples of this rank, kept on the device, so adding never waits for it."""
 
-    def __init__(self, device: torch.device):
-        self._sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, right, classified, samples
+    def __init__(self, device: torch.device, ignored: int | None = None):
+        self._ignored = ignored
+        # loss, what it is divided by, right, classified, samples
+        self._sums = torch.zeros(5, dtype=torch.float64, device=device)
 
-    def add(self, loss: Tensor, output: Tensor, target: Tensor, num_samples: int) -> None:
-        """Adds a mean loss over `num_samples` samples. Without samples it is NaN, and is left out."""
+    def add(self, loss: Tensor, output: Tensor, target: Tensor, num_samples: int, weight: Tensor | None = None) -> None:
+        """Adds the losses of some samples. Without samples the loss is NaN, and is left out.
+
+        Args:
+            loss: their sum divided by `num_samples`.
+            output: of the model.
+            target: with which right answers are counted.
+            num_samples: how many.
+            weight: what the sum is to be divided by instead of the number of samples.
+        """
         if num_samples == 0:
             return
         with torch.no_grad():
-            right = count_right(output, target)
+            right = count_right(output, target, self._ignored)
             self._sums[0] += loss.detach() * num_samples
+            self._sums[1] += num_samples if weight is None else weight
             if right is not None:
-                self._sums[1] += right
-                self._sums[2] += num_samples
-            self._sums[3] += num_samples
+                self._sums[2] += right[0]
+                self._sums[3] += right[1]
+            self._sums[4] += num_samples
 
     def total(self, world: World) -> dict[str, float]:
         """Mean loss, and accuracy if there are classes, over the samples of all ranks; starts anew. Collective."""
-        loss, right, classified, samples = world.sum(self._sums.tolist())
+        loss, weight, right, classified, samples = world.sum(self._sums.tolist())
         self._sums.zero_()
-        result = {"samples": int(samples), "loss": loss / samples if samples else float("nan")}
+        result = {"samples": int(samples), "loss": loss / weight if weight else float("nan")}
         return result | ({"accuracy": right / classified} if classified else {})
 
 
@@ -145,6 +156,7 @@ class Recorder:
         on_failure: if a file of the run cannot be written: "stop" raises it on all ranks, "warn" logs it once.
         failure: returns the failure of this rank's log, if any.
         scaler: of losses; what it does is recorded if it is enabled.
+        ignored: the class whose targets are left out of the accuracy; None for none.
         before: the former recorder, after some ranks have died; its counts are continued.
     """
 
@@ -158,6 +170,7 @@ class Recorder:
         on_failure: str = "stop",
         failure: Callable[[], Exception | None] = lambda: None,
         scaler: GradScaler | None = None,
+        ignored: int | None = None,
         before: "Recorder | None" = None,
     ):
         self.world = world
@@ -167,7 +180,7 @@ class Recorder:
         self._failure = failure
         self._has_failed, self._unsaid = False, list[Exception]()
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self.tally = Tally(world.device)
+        self.tally = Tally(world.device, ignored)
         self._norm: Tensor | None = None  # the largest in this interval
         self._skipped_steps = 0
         self.stopwatch = Stopwatch()
