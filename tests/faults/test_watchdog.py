@@ -52,7 +52,7 @@ def run(
 def test_the_first_rank_sleeps(tmp_path: Path) -> None:
     """Behaviour 32: its stack is shown, and what the others wait in; after stall_abort_s the job ends.
 
-    docs/failures.md has another rank that does.
+    docs/reference/failures.md has another rank that does.
     """
     result = run(tmp_path, "if world.rank == 0: load()")
     assert result.code == 1
