@@ -151,6 +151,9 @@ TABLE: dict[str, dict[str, Run | Elsewhere | NotHere]] = {
         "mpidp doctor --log FILE": Run("FAIL  text.slots", (("FILE", "slurm-train-77.out"),), code=3),
     },
     "docs/howto/fault_tolerance.md": {"mpiexec --with-ft ulfm -n 4 mpidp train run.toml": Elsewhere(SHRINK)},
+    "docs/howto/loops.md": {
+        "mpidp train RUN.toml --dry-run --ranks 64": Run("64 ranks", (("RUN.toml", "jobs/digits.toml"),)),
+    },
     "docs/howto/migrate.md": {
         "mpiexec -n 4 python train.py": Elsewhere(MIGRATE),
         "srun python train.py": NotHere("a script of the reader's, in Slurm; the job scripts are run there"),
