@@ -53,7 +53,7 @@ STRANGE_TEXT = "There are not enough slots available in the system to satisfy th
 # What a page takes for granted.
 BEFORE = {
     "README.md": [f"ln -s {sys.prefix} .venv"],
-    "docs/howto/checkpoints.md": ["mpidp train jobs/digits.toml --train.epochs=1"],
+    "docs/howto/checkpoints.md": ["mpidp train jobs/digits.toml --train.epochs=1 --checkpoint.best=validation_loss"],
     "docs/howto/predict.md": ["mpidp train jobs/digits.toml --train.epochs=1"],
     "docs/howto/report.md": ["mpidp train jobs/digits.toml --train.epochs=1"] * 2,
     "docs/howto/doctor.md": [f"echo '{STRANGE_TEXT}' >slurm-train-77.out"],
@@ -86,6 +86,7 @@ TABLE: dict[str, dict[str, Run | Elsewhere | NotHere]] = {
         "module load ...; pip install '.[codecs]'": MODULES,
     },
     "docs/howto/checkpoints.md": {
+        "mpidp predict --checkpoint best": Run("by runs/digits/checkpoints/", (("predict", "predict runs/digits"),)),
         "mpidp checkpoint list runs/digits": Run("step_00000023"),
         "mpidp checkpoint verify runs/digits": Run("step_00000023: whole"),
         "mpidp checkpoint export runs/digits": Run("model.pt: model of runs/digits/checkpoints/step_00000023"),
