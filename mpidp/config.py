@@ -189,6 +189,16 @@ class EarlyStoppingSection:
 
 
 @dataclasses.dataclass(frozen=True)
+class CallbackSection:
+    """A callback; the table train.callbacks.NAME.arguments holds its keyword arguments."""
+
+    name: str = ""
+    """module:Class with methods on_start, on_step, on_epoch, on_end, at least one of them."""
+    arguments: Arguments = dataclasses.field(default_factory=dict)
+    """Keyword arguments of the class."""
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainSection:
     """The training loop."""
 
@@ -210,6 +220,8 @@ class TrainSection:
     """CPU threads of torch on each rank; 0 shares the cores of the node among its ranks."""
     on_end: _OptionalName = ""
     """Built-in, or module:function, called on rank 0 at the end; empty for none."""
+    callbacks: dict[str, CallbackSection] = dataclasses.field(default_factory=dict)
+    """Objects that are called while training: for each the table train.callbacks.NAME."""
     early_stopping: EarlyStoppingSection = EarlyStoppingSection()
     """When training stops before its last epoch: the table train.early_stopping."""
     fault_tolerance: Literal["abort", "shrink"] = "abort"
@@ -317,7 +329,7 @@ def to_toml(config: RunConfig) -> str:
     """Return the whole configuration, defaults included, as TOML text that `load` reads back equal."""
     table = dataclasses.asdict(config)
     for section in table.values():
-        for name in ("arguments", "field"):
+        for name in ("arguments", "field", "callbacks"):
             if not section.get(name, True):
                 del section[name]
     return toml.write(table)

@@ -16,6 +16,7 @@ from mpidp.hdf5.loader import HDF5Loader
 from mpidp.train.agreement import check_same
 from mpidp.train.batch_norm import SyncBatchNorm, sync_layers
 from mpidp.train.best import Best
+from mpidp.train.callbacks import Callbacks
 from mpidp.train.checkpoint.read import folder_name
 from mpidp.train.checkpoint.saver import Saver, settle
 from mpidp.train.checkpoints import restore
@@ -53,6 +54,7 @@ class Kept:
         first_step: optimizer steps done before this start; None until that is known.
         since_s: when training began, by `time.perf_counter`.
         saver: of the last `Run`, as are the stop signal and the recorder.
+        callbacks: of the run file; None until they are made.
         best: for the checkpoint that stays; None where none is asked for.
         stopping: for early stopping, likewise.
         is_saved: whether no checkpoint was given up that was on its way when ranks were lost.
@@ -66,6 +68,7 @@ class Kept:
     is_saved: bool = True
     stop: StopSignal | None = None
     recorder: Recorder | None = None
+    callbacks: Callbacks | None = None
     best: Best | None = None
     stopping: Best | None = None
     staged: list[HDF5Loader] = field(default_factory=list)
@@ -162,6 +165,8 @@ class Run:
             module = build_model(config).to(world.device)
             loss = build_loss(config.loss, self.precision.dtype, world.device)
             self.on_end = build_on_end(config)
+        with world.raise_on_all_ranks("making the callbacks"):
+            self.callbacks = self.kept.callbacks = self.kept.callbacks or Callbacks(config.train.callbacks)
         if config.train.sync_batch_norm and not sync_layers(SyncBatchNorm.convert(module, world)):
             world.log_once("train.sync_batch_norm is true, but the model has no batch norm layer")
         self.model = wrap_model(module, world, config)

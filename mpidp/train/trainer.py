@@ -79,6 +79,7 @@ class Trainer:
             self._end_reading()
         for loader in self.run.loaders():
             loader.close()
+        self.run.callbacks.on_end(self)
         if self.stopped:
             self.run.check_saved()
             self.run.folder.note(self.world, end=f"stopped by {self.stopped}")
@@ -113,6 +114,7 @@ class Trainer:
         """Trains to the last epoch, or until the run is asked to stop, and completes the last checkpoint."""
         if self.run.elastic is None or self.run.elastic.lost_ranks is None:
             self.recorder.progress.line(self.run.introduction())
+            self.run.callbacks.on_start(self)
         else:
             self.recorder.record_lost_ranks(self.run.step, self.loader.epoch, self.run.elastic.lost_ranks)
         if not self.run.kept.is_saved:
@@ -127,6 +129,7 @@ class Trainer:
                 break
             result = self.recorder.last_validation
             self.recorder.progress.line(describe_epoch(epoch, self.config.train.epochs, self.run.step, result))
+            self.run.callbacks.on_epoch(self, epoch, self.recorder.newest())
             self.run.follow(epoch)
             self._save_after(epoch)
         if (why := self.run.why_over()) and not self.stopped:
@@ -159,6 +162,7 @@ class Trainer:
             self.saver.poll()
             if _is_due(self.config.log.every_steps, self.run.step):
                 self.recorder.record_training(self.run.step, epoch, self.optimizer)
+            self.run.callbacks.on_step(self, self.run.step, self.recorder.last_training)
             if _is_due(self.config.checkpoint.every_steps, self.run.step):
                 self.run.save(epoch)
             self.run.trace.step()

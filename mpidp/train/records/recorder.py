@@ -185,6 +185,7 @@ class Recorder:
         self._skipped_steps = 0
         self.stopwatch = Stopwatch()
         self.num_samples = 0  # over all ranks, since this start
+        self.last_training: dict[str, Any] = {}  # the newest record; empty before the first of this start
         self.last_validation: dict[str, float] | None = None
         self._lost: tuple[Member, ...] = ()  # ranks that died and are recorded
         self._last_epoch = -1  # the last epoch with a recorded evaluation
@@ -223,19 +224,18 @@ class Recorder:
         self.num_samples += int(totals["samples"])
         rate = totals["samples"] / elapsed_s
         seconds = self.stopwatch.since(seconds_before)
-        self._write(
-            {
-                "kind": "train",
-                "step": step,
-                "epoch": epoch,
-                **totals,
-                "lr": optimizer.param_groups[0]["lr"],
-                **self._gradient_facts(),
-                "samples_per_s": round(rate, 1),
-                "seconds": {phase: round(value, 6) for phase, value in seconds.items()},
-                "memory_bytes": memory_bytes(self.world.device),
-            }
-        )
+        self.last_training = {
+            "kind": "train",
+            "step": step,
+            "epoch": epoch,
+            **totals,
+            "lr": optimizer.param_groups[0]["lr"],
+            **self._gradient_facts(),
+            "samples_per_s": round(rate, 1),
+            "seconds": {phase: round(value, 6) for phase, value in seconds.items()},
+            "memory_bytes": memory_bytes(self.world.device),
+        }
+        self._write(self.last_training)
         self._tell_failures()
         self.progress.update(step, f"epoch {epoch + 1}  loss {totals['loss']:.4f}  {rate:,.0f} samples/s")
         self.restart(step)
@@ -265,6 +265,11 @@ class Recorder:
             members = [{"rank": member.rank, "host": member.host} for member in new]
             facts = {"lost": members, "ranks": lost.num_left, "lost_s": round(lost.seconds, 6)}
             self._write({"kind": "loss_of_ranks", "step": step, "epoch": epoch, **facts})
+
+    def newest(self) -> dict[str, Any]:
+        """Return the newest record of training, and results of the newest evaluation as `validation_...`."""
+        validation = self.last_validation or {}
+        return {**self.last_training, **{f"validation_{name}": value for name, value in validation.items()}}
 
     @property
     def num_bytes(self) -> int:
