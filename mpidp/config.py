@@ -188,6 +188,12 @@ class EarlyStoppingSection:
     """A value is better if it differs from the best one by more than this."""
 
 
+_STOPPING = Check(
+    lambda table: table["patience_epochs"] >= 1 and table["min_delta"] >= 0 and math.isfinite(table["min_delta"]),
+    "patience_epochs of at least 1, and min_delta of at least 0",
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class CallbackSection:
     """A callback; the table train.callbacks.NAME.arguments holds its keyword arguments."""
@@ -222,7 +228,7 @@ class TrainSection:
     """Built-in, or module:function, called on rank 0 at the end; empty for none."""
     callbacks: dict[str, CallbackSection] = dataclasses.field(default_factory=dict)
     """Objects that are called while training: for each the table train.callbacks.NAME."""
-    early_stopping: EarlyStoppingSection = EarlyStoppingSection()
+    early_stopping: Annotated[EarlyStoppingSection, _STOPPING] = EarlyStoppingSection()
     """When training stops before its last epoch: the table train.early_stopping."""
     fault_tolerance: Literal["abort", "shrink"] = "abort"
     """When a rank dies: end the job, or go on without it, where MPI can (docs/howto/fault_tolerance.md)."""
@@ -361,11 +367,6 @@ def validate(config: RunConfig) -> None:
     for key, metric in (("checkpoint.best", config.checkpoint.best), ("train.early_stopping.metric", stopping.metric)):
         if metric and not is_evaluated:
             faults.append(f"{key} = {metric!r} needs data.validation or data.validation_fraction; set one of them.")
-    if stopping.patience_epochs < 1 or not (stopping.min_delta >= 0 and math.isfinite(stopping.min_delta)):
-        faults.append(
-            f"train.early_stopping has patience_epochs = {stopping.patience_epochs}, min_delta = {stopping.min_delta}; "
-            f"expected an integer of at least 1, and a number of at least 0."
-        )
     if config.optimizer.sharded and config.reduce.reducer == "null":
         faults.append("optimizer.sharded is true, but reduce.reducer is null: gradients must be equal on all ranks.")
     if config.reduce.error_feedback and config.reduce.comm_dtype == "full":

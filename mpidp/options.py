@@ -145,7 +145,8 @@ def _add(container: Any, kind: type, default: object, prefix: str, is_help_wante
         name = f"{prefix}{field.name}"
         if dataclasses.is_dataclass(hint):
             inner = f"{name}." if arg.is_prefix else prefix
-            group = container.add_argument_group(name, hint.__doc__) if arg.is_prefix else container
+            is_group = arg.is_prefix and isinstance(container, _Parser)  # argparse has no groups in groups
+            group = container.add_argument_group(name, hint.__doc__) if is_group else container
             _add(group, hint, value, inner, is_help_wanted)  # type: ignore[arg-type]  # a class, no instance
         elif get_origin(hint) is dict:
             for key, section in _sections(value):

@@ -53,8 +53,11 @@ def test_a_metric_that_is_not_there() -> None:
             {"checkpoint__best": "validation_loss", "data__validation_fraction": 0.0},
             "checkpoint.best = 'validation_loss'",
         ),
-        ({"train__early_stopping": {"metric": "validation_loss", "patience_epochs": 0}}, "patience_epochs = 0"),
-        ({"train__early_stopping": {"min_delta": -1.0}}, "min_delta = -1.0"),
+        (
+            {"train__early_stopping": {"metric": "validation_loss", "patience_epochs": 0}},
+            "expected patience_epochs of at least 1",
+        ),
+        ({"train__early_stopping": {"min_delta": -1.0}}, "and min_delta of at least 0"),
     ],
 )
 def test_what_a_run_file_cannot_say(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
