@@ -35,7 +35,7 @@ rest: venv
 
 # The documentation site, in build/docs/index.html, and its tests. Any warning is an error.
 docs: $(VENV)/installed-docs
-	$(BIN)/python -m sphinx --quiet --fail-on-warning --nitpicky --builder html docs build/docs
+	$(BIN)/python -m sphinx --quiet --fresh-env --fail-on-warning --nitpicky --builder html docs build/docs
 	$(BIN)/python -m pytest tests/docs/test_site.py
 
 $(VENV)/installed-docs: $(STAMP)

@@ -26,10 +26,17 @@ def settings() -> str:
     parts = []
     for section in dataclasses.fields(config.RunConfig):
         kind: Any = get_type_hints(config.RunConfig)[section.name]
-        parts.append(f"## `[{section.name}]`\n\n{_paragraph(kind)}\n\n{_table_of_keys(section.name, kind)}")
+        parts += _tables(section.name, kind)
     field = _table_of_keys("data.field.NAME", config.FieldSection)
     parts.insert(2, f"## `[data.field.NAME]`\n\n{_paragraph(config.FieldSection)}\n\n{field}")
     return "\n\n".join(parts)
+
+
+def _tables(name: str, kind: Any) -> list[str]:
+    """Return the section of a table of the run file, and of the tables in it."""
+    inner = [(each, hint) for each, hint in get_type_hints(kind).items() if dataclasses.is_dataclass(hint)]
+    own = f"## `[{name}]`\n\n{_paragraph(kind)}\n\n{_table_of_keys(name, kind)}"
+    return [own, *(part for each, hint in inner for part in _tables(f"{name}.{each}", hint))]
 
 
 def _table_of_keys(section: str, kind: type) -> str:
@@ -53,7 +60,7 @@ def _type(hint: Any) -> str:
         return "one of " + ", ".join(f"`{_quoted(value)}`" for value in get_args(hint))
     if get_origin(hint) is tuple:
         return (allowed and f"list of text: {allowed}") or "list of text"
-    if get_origin(hint) is dict:
+    if get_origin(hint) is dict or dataclasses.is_dataclass(hint):
         return "table"
     return allowed or _TYPES[hint]
 
@@ -70,7 +77,7 @@ def _value(value: Any) -> str:
         return f"`{_quoted(value)}`"
     if isinstance(value, tuple):
         return "`[" + ", ".join(map(_quoted, value)) + "]`"
-    return "empty" if isinstance(value, dict) else f"`{value}`"
+    return "see below" if dataclasses.is_dataclass(value) else "empty" if isinstance(value, dict) else f"`{value}`"
 
 
 def _paragraph(kind: type) -> str:

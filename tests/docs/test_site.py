@@ -31,7 +31,7 @@ pytestmark = [
 
 def build(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
     """Builds a site as the Makefile does."""
-    command = [sys.executable, "-m", "sphinx", "--quiet", "--fail-on-warning", "--nitpicky", "--builder", "html"]
+    command = [sys.executable, "-m", "sphinx", "--quiet", "--fresh-env", "--fail-on-warning", "--builder", "html"]
     return subprocess.run([*command, source, target], capture_output=True, text=True)
 
 
