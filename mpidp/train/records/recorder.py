@@ -181,7 +181,7 @@ class Recorder:
         self._has_failed, self._unsaid = False, list[Exception]()
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.tally = Tally(world.device, ignored)
-        self._norm: Tensor | None = None  # the largest in this interval
+        self._norm: Tensor | None = None  # of the gradient of this interval's last step
         self._skipped_steps = 0
         self.stopwatch = Stopwatch()
         self.num_samples = 0  # over all ranks, since this start
@@ -203,12 +203,10 @@ class Recorder:
         """Begins the next interval after a pause, such as an evaluation or a checkpoint, that belongs to none."""
         self._start = (step, time.perf_counter(), dict(self.stopwatch.seconds))
 
-    def add_step(self, norm: Tensor | None) -> None:
-        """Adds a step with the norm of its gradient; None for a step that was left out, as gradients overflowed."""
-        if norm is None:
-            self._skipped_steps += 1
-        else:
-            self._norm = norm if self._norm is None else torch.maximum(self._norm, norm)
+    def add_step(self, is_stepped: bool, norm: Tensor | None) -> None:
+        """Adds a step, which was left out if gradients overflowed; the norm of its gradient if it ends an interval."""
+        self._skipped_steps += not is_stepped
+        self._norm = norm if is_stepped else None
 
     def record_training(self, step: int, epoch: int, optimizer: torch.optim.Optimizer) -> None:
         """Records the steps since the last record, if there are any. Collective.
@@ -241,7 +239,7 @@ class Recorder:
         self.restart(step)
 
     def _gradient_facts(self) -> dict[str, float | None]:
-        """The largest norm since the last record, and what scaling did; starts anew."""
+        """The norm of the last step's gradient, and what scaling did since the last record; starts anew."""
         facts: dict[str, float | None] = {"grad_norm": None if self._norm is None else float(self._norm)}
         if self._scaler is not None:
             facts |= {"loss_scale": self._scaler.get_scale(), "skipped_steps": self._skipped_steps}
