@@ -4,15 +4,20 @@ The layout of the buckets is plain arithmetic; nothing here uses MPI. A reducer 
 the ranks. Reducers differ only in how they do it; `naive` is the specification that the others are tested against.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from mpidp.errors import MpidpError
-from mpidp.reduce.transport import ReducerOptions
-from mpidp.world.world import World
+
+if TYPE_CHECKING:
+    from mpidp.reduce.transport import ReducerOptions
+    from mpidp.world.world import World
 
 # Each gradient starts on a cache line, so that vector kernels and the slices of several ranks never share one.
 ALIGNMENT_BYTES = 64

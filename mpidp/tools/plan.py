@@ -16,7 +16,7 @@ from mpidp.hdf5.order import Order
 from mpidp.reduce.buckets import BucketLayout, bucket_layout
 from mpidp.tools.table import size_text, table
 from mpidp.train.components import field_specs_of
-from mpidp.train.sharded_optimizer import check_divisible
+from mpidp.train.sharded_state import check_divisible
 from mpidp.world.world import World
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]

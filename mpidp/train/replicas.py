@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from mpidp.errors import SHARED_MARK, MismatchError
 from mpidp.printable import listed
 from mpidp.train.agreement import broadcast_tensor, check_same
+from mpidp.train.sharded_state import flat
 from mpidp.world.collectives import DelayedEquality
 from mpidp.world.world import World
 
@@ -57,22 +58,6 @@ def replicated(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -
             if name.rpartition(".")[2] not in layer._non_persistent_buffers_set:
                 tensors[f"buffer {name}"] = buffer
     return {name: tensor for name, tensor in tensors.items() if tensor.numel()}
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """All elements in one dimension: a view if they are dense in memory, in any order, else a copy."""
-    if tensor.is_contiguous():
-        return tensor.view(-1)
-    strides = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda axis: -strides[axis])
-    transposed = tensor.permute(order)
-    return transposed.view(-1) if transposed.is_contiguous() else tensor.reshape(-1)
-
-
-def flat_like(tensor: Tensor, model: Tensor) -> Tensor:
-    """All elements in one dimension, in the memory order of another tensor of its shape."""
-    alike = tensor.stride() == model.stride() or (tensor.is_contiguous() and model.is_contiguous())
-    return flat(tensor if alike else torch.empty_like(model, dtype=tensor.dtype, device=tensor.device).copy_(tensor))
 
 
 def cut(tensors: Sequence[Tensor], parts: int) -> list[list[Piece]]:

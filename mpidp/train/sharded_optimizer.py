@@ -16,14 +16,16 @@ from torch import Tensor, nn
 
 from mpidp.errors import SHARED_MARK, LaunchError, MpidpError
 from mpidp.train.agreement import check_same
-from mpidp.train.replicas import flat, flat_like
 from mpidp.train.sharded_gather import Gather, collect, make_channel
 from mpidp.train.sharded_state import (
     Part,
     Run,
     State,
     by_parameter,
+    check_divisible,
     cut,
+    flat,
+    flat_like,
     full_state_dict,
     holders,
     join,
@@ -128,42 +130,6 @@ def _keep_dtypes(loaded: State, given: State) -> None:
     for name, value in given.items():
         if isinstance(value, Tensor) and loaded[name].dtype != value.dtype:
             loaded[name] = value.to(loaded[name].device)
-
-
-def _is_dense(parameter: Tensor) -> bool:
-    """Whether its elements fill a contiguous range of memory, in any order."""
-    if parameter.layout is not torch.strided:
-        return False
-    lay = flat(parameter.detach())
-    return lay.data_ptr() == parameter.data_ptr() and lay.is_contiguous()
-
-
-# The optimizers of torch.optim that update each element independently of the others.
-ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
-
-
-def check_divisible(optimizer: torch.optim.Optimizer) -> None:
-    """Checks that an optimizer updates each element by itself, and that its parameters can be cut into shards.
-
-    Raises:
-        MpidpError: why it cannot be sharded, and what to do.
-    """
-    kind = type(optimizer)
-    is_known = kind.__module__.startswith("torch.optim.") and kind.__name__ in ELEMENTWISE
-    if not is_known and not getattr(kind, "elementwise", False):
-        raise MpidpError(
-            f"{kind.__qualname__} cannot be sharded: its step may mix the elements of a parameter. Use one of "
-            f"{', '.join(ELEMENTWISE)}; a class of your own promises the contrary by an attribute elementwise = True"
-        )
-    if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
-        raise MpidpError("a scheduler holds the optimizer to be sharded: make it afterwards, over the sharded one")
-    for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        if not _is_dense(parameter):
-            raise MpidpError(
-                f"parameter {number} of shape {tuple(parameter.shape)} does not lie densely in memory (strides "
-                f"{tuple(parameter.stride()) if parameter.layout is torch.strided else parameter.layout}), and cannot "
-                f"be sharded: make it contiguous"
-            )
 
 
 log = logging.getLogger("mpidp.rank")

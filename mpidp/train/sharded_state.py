@@ -5,6 +5,8 @@ multiple of `BLOCK` elements, so that vector kernels compute each element as the
 
 The state of a parameter in `torch.optim` is, by name: tensors of the parameter's shape, of which a run has its part in
 one dimension; and numbers that are the same for all its elements, such as the count of steps.
+
+Nothing here uses MPI: a plan of a run and the export of a checkpoint need it on login nodes.
 """
 
 from __future__ import annotations
@@ -17,11 +19,26 @@ import torch
 from torch import Tensor
 
 from mpidp.errors import MpidpError
-from mpidp.train.replicas import flat_like
 
 T = TypeVar("T")
 
 BLOCK = 64  # elements; at least as many as any vector kernel of torch takes at once
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """All elements in one dimension: a view if they are dense in memory, in any order, else a copy."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda axis: -strides[axis])
+    transposed = tensor.permute(order)
+    return transposed.view(-1) if transposed.is_contiguous() else tensor.reshape(-1)
+
+
+def flat_like(tensor: Tensor, model: Tensor) -> Tensor:
+    """All elements in one dimension, in the memory order of another tensor of its shape."""
+    alike = tensor.stride() == model.stride() or (tensor.is_contiguous() and model.is_contiguous())
+    return flat(tensor if alike else torch.empty_like(model, dtype=tensor.dtype, device=tensor.device).copy_(tensor))
 
 
 @dataclass(frozen=True, order=True)
@@ -144,6 +161,42 @@ def overlap(one: Run, other: Run) -> Run | None:
     """The common elements of two runs; None if there are none."""
     start, stop = max(one.start, other.start), min(one.stop, other.stop)
     return Run(one.parameter, start, stop) if one.parameter == other.parameter and start < stop else None
+
+
+def _is_dense(parameter: Tensor) -> bool:
+    """Whether its elements fill a contiguous range of memory, in any order."""
+    if parameter.layout is not torch.strided:
+        return False
+    lay = flat(parameter.detach())
+    return lay.data_ptr() == parameter.data_ptr() and lay.is_contiguous()
+
+
+# The optimizers of torch.optim that update each element independently of the others.
+ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
+
+
+def check_divisible(optimizer: torch.optim.Optimizer) -> None:
+    """Checks that an optimizer updates each element by itself, and that its parameters can be cut into shards.
+
+    Raises:
+        MpidpError: why it cannot be sharded, and what to do.
+    """
+    kind = type(optimizer)
+    is_known = kind.__module__.startswith("torch.optim.") and kind.__name__ in ELEMENTWISE
+    if not is_known and not getattr(kind, "elementwise", False):
+        raise MpidpError(
+            f"{kind.__qualname__} cannot be sharded: its step may mix the elements of a parameter. Use one of "
+            f"{', '.join(ELEMENTWISE)}; a class of your own promises the contrary by an attribute elementwise = True"
+        )
+    if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
+        raise MpidpError("a scheduler holds the optimizer to be sharded: make it afterwards, over the sharded one")
+    for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        if not _is_dense(parameter):
+            raise MpidpError(
+                f"parameter {number} of shape {tuple(parameter.shape)} does not lie densely in memory (strides "
+                f"{tuple(parameter.stride()) if parameter.layout is torch.strided else parameter.layout}), and cannot "
+                f"be sharded: make it contiguous"
+            )
 
 
 State = dict[str, Any]

@@ -14,8 +14,8 @@ import mpidp
 from mpidp.errors import LaunchError, MismatchError, MpidpError
 from mpidp.train import sharded_optimizer as optimizer_module
 from mpidp.train.sharded_gather import Gather, Messages, collect, make_channel
-from mpidp.train.sharded_optimizer import ELEMENTWISE, ShardedOptimizer
-from mpidp.train.sharded_state import RANKS, Run, SavedPart, cut, shards
+from mpidp.train.sharded_optimizer import ShardedOptimizer
+from mpidp.train.sharded_state import ELEMENTWISE, RANKS, Run, SavedPart, cut, shards
 from mpidp.train.state import optimizer_rank_state, optimizer_shared_state, restore_optimizer
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {

@@ -137,6 +137,7 @@ def test_no_mpi_and_no_torch_where_none_is_needed(damaged: Path) -> None:
         f"main(['checkpoint', 'list', {str(damaged)!r}]); main(['checkpoint', 'verify', {str(damaged)!r}])\n"
         "assert 'torch' not in sys.modules and 'mpi4py' not in sys.modules, 'too much'\n"
         f"main(['checkpoint', 'export', {str(damaged)!r}, '--output={damaged}/m.pt'])\n"
+        f"main(['checkpoint', 'export', {str(damaged)!r}, '--optimizer', '--output={damaged}/both.pt'])\n"
         "assert 'mpi4py' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ})

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpidp.train.replicas import Diverged, Piece, checksum, cut, find_diverged, flat, replicated
+from mpidp.train.replicas import Diverged, Piece, checksum, cut, find_diverged, replicated
+from mpidp.train.sharded_state import flat
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex128, torch.bool, torch.int64]
 
