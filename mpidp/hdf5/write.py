@@ -91,7 +91,7 @@ def creation_arguments(filters: Filters) -> dict[str, Any]:
         import hdf5plugin
     except ImportError as error:
         raise ConfigError(
-            f"--compression={name} needs the package hdf5plugin: pip install 'mpidp[compression]', or use gzip."
+            f"--compression={name} needs the package hdf5plugin: pip install hdf5plugin, or use gzip."
         ) from error
     arguments: dict[str, Any] = {} if level is None else {"clevel": level}
     if name.startswith("blosc-"):  # which shuffles by itself

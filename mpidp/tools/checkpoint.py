@@ -165,7 +165,7 @@ def export(options: ExportOptions) -> str:
     if target.exists():
         raise ConfigError(f"--output={target} exists, and is not overwritten. Give another name.")
     if options.format == "safetensors" and importlib.util.find_spec("safetensors") is None:
-        raise ConfigError("--format=safetensors needs a package: pip install 'mpidp[safetensors]'")
+        raise ConfigError("--format=safetensors needs a package: pip install safetensors")
     path, passed_over = newest_whole(options.place)
     state = read(path, STATE)
     chosen = {"model": state["model"], "optimizer": _optimizer(state, path)} if options.optimizer else state["model"]

@@ -111,4 +111,4 @@ def test_without_pillow_it_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "PIL", None)
     error = error_of(capsys, "convert", folder, tmp_path / "out.h5", code=2)
-    assert "pip install 'mpidp[images]'" in error
+    assert "pip install Pillow" in error

@@ -23,7 +23,6 @@ EXTRAS = {
     "progress": {"rich"},
     "report": {"matplotlib"},
     "safetensors": {"safetensors"},
-    "tensorboard": {"tensorboardX"},
     "gpu": {"nvidia-ml-py"},
     "codecs": {"imagecodecs"},
     "compression": {"hdf5plugin"},

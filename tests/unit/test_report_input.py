@@ -261,7 +261,7 @@ def test_a_login_node_needs_neither_torch_nor_mpi(run: Path) -> None:
 def test_without_matplotlib_it_says_what_to_install(run: Path) -> None:
     done = run_without(("matplotlib",), "report", "run", folder=run.parent)
     assert done.returncode == 2
-    assert done.stderr.startswith("mpidp: error: mpidp report draws with a package: pip install 'mpidp[report]'")
+    assert done.stderr.startswith("mpidp: error: mpidp report draws with a package: pip install matplotlib")
     assert done.stderr.count("\n") == 1
     assert not (run / "report.html").exists()
 

@@ -249,7 +249,7 @@ class HDF5Source(Source):
         if facts.unknown_filters:
             raise DataError(
                 f"{where} is compressed with filter {', '.join(facts.unknown_filters)}, which this HDF5 library does "
-                "not know; pip install 'mpidp[compression]'"
+                "not know; pip install hdf5plugin"
             )
         if damage := too_large(dataset):
             raise DataError(f"{where} is damaged: {damage}")

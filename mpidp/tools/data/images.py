@@ -141,7 +141,7 @@ def _pillow() -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise ConfigError("images need the package Pillow: pip install 'mpidp[images]'") from error
+        raise ConfigError("images need the package Pillow: pip install Pillow") from error
     Image.init()
     return Image
 

@@ -216,7 +216,7 @@ def _look_at(file: Any, path: str, name: str, is_internal: bool) -> tuple[Work |
 def _described(dataset: Any, name: str, facts: Facts) -> tuple[Work | None, dict[str, str]]:
     """Return what to read of a dataset, and what is wrong with it by kind of finding."""
     if facts.unknown_filters:
-        text = f"filter {', '.join(facts.unknown_filters)} is not known here; pip install 'mpidp[compression]'"
+        text = f"filter {', '.join(facts.unknown_filters)} is not known here; pip install hdf5plugin"
         return None, {"unreadable": text}
     if dataset.shape is None:
         return None, {}

@@ -332,7 +332,7 @@ def report(paths: Sequence[Path], output: Path | None) -> str:
     try:
         from mpidp.tools.report.page import MARK, page
     except ImportError as error:
-        raise ConfigError(f"mpidp report draws with a package: pip install 'mpidp[report]' ({error})") from error
+        raise ConfigError(f"mpidp report draws with a package: pip install matplotlib ({error})") from error
     target = output or paths[0] / NAME
     _check(target, MARK)
     text = page(runs)
