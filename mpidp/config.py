@@ -8,13 +8,11 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
 from mpidp import toml
-from mpidp.errors import ConfigError
-from mpidp.printable import has_control, listed, shown
 
 Arguments = dict[str, Any]  # keyword arguments by name: strings, numbers, booleans, and lists of these
 
@@ -204,6 +202,12 @@ class CallbackSection:
     """Keyword arguments of the class."""
 
 
+_CALLBACKS = Check(
+    lambda tables: all(":" in table["name"] and _NAME.fullmatch(table["name"]) for table in tables.values()),
+    'a name = "module:Class" in each table',
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainSection:
     """The training loop."""
@@ -226,7 +230,7 @@ class TrainSection:
     """CPU threads of torch on each rank; 0 shares the cores of the node among its ranks."""
     on_end: _OptionalName = ""
     """Built-in, or module:function, called on rank 0 at the end; empty for none."""
-    callbacks: dict[str, CallbackSection] = dataclasses.field(default_factory=dict)
+    callbacks: Annotated[dict[str, CallbackSection], _CALLBACKS] = dataclasses.field(default_factory=dict)
     """Objects that are called while training: for each the table train.callbacks.NAME."""
     early_stopping: Annotated[EarlyStoppingSection, _STOPPING] = EarlyStoppingSection()
     """When training stops before its last epoch: the table train.early_stopping."""
@@ -339,62 +343,3 @@ def to_toml(config: RunConfig) -> str:
             if not section.get(name, True):
                 del section[name]
     return toml.write(table)
-
-
-def validate(config: RunConfig) -> None:
-    """Check every value that needs no other file; raises one `ConfigError` that lists all faults."""
-    table = dataclasses.asdict(config)
-    faults = []
-    for section, values in table.items():
-        for name, hint in get_type_hints(type(getattr(config, section)), include_extras=True).items():
-            for check in getattr(hint, "__metadata__", ()):
-                if not check.is_allowed(values[name]):
-                    faults.append(f"{section}.{name} = {shown(values[name])}; expected {check.allowed}.")
-    faults += [f"{key} = {shown(text)}; expected text without control characters." for key, text in _odd_texts(table)]
-    for section, values in table.items():
-        odd = [name for name in values.get("arguments", {}) if not name.isidentifier()]
-        faults += [f"{section}.arguments has {name!r}; expected a keyword argument's name." for name in odd]
-    if "lr" in config.optimizer.arguments:
-        faults.append("optimizer.arguments.lr is set; the learning rate belongs in optimizer.lr.")
-    strangers = [name for name in config.data.field if name not in config.data.fields]
-    faults += [
-        f"data.field.{name}: there is no such field in data.fields, which has {listed(config.data.fields)}."
-        for name in strangers
-    ]
-    if config.data.validation and config.data.validation_fraction:
-        faults.append("data.validation and data.validation_fraction are both set; set one of them.")
-    stopping, is_evaluated = config.train.early_stopping, config.data.validation or config.data.validation_fraction
-    for key, metric in (("checkpoint.best", config.checkpoint.best), ("train.early_stopping.metric", stopping.metric)):
-        if metric and not is_evaluated:
-            faults.append(f"{key} = {metric!r} needs data.validation or data.validation_fraction; set one of them.")
-    if config.optimizer.sharded and config.reduce.reducer == "null":
-        faults.append("optimizer.sharded is true, but reduce.reducer is null: gradients must be equal on all ranks.")
-    if config.reduce.error_feedback and config.reduce.comm_dtype == "full":
-        faults.append(
-            "reduce.error_feedback is true, but reduce.comm_dtype is full, which loses nothing; set bf16 or fp16."
-        )
-    if config.reduce.error_feedback and config.train.precision == "fp16":
-        faults.append(
-            'reduce.error_feedback is true, but train.precision is "fp16", in which gradients are scaled, each step as '
-            "it needs: rounding errors of one step do not fit the next; set bf16 or float32."
-        )
-    if config.train.ema_decay and config.optimizer.sharded and config.train.fault_tolerance == "shrink":
-        faults.append(
-            'train.ema_decay and optimizer.sharded are set with train.fault_tolerance = "shrink": when a rank dies in '
-            "a step, its shard of the weights is not there to be averaged; leave one of them out."
-        )
-    if config.train.sync_batch_norm and config.train.micro_batch:
-        faults.append(
-            "train.sync_batch_norm is true, but train.micro_batch is set: batch norm would be over micro batches, of "
-            "which ranks may have different numbers; set one of them."
-        )
-    if faults:
-        raise ConfigError(listed(faults, "\n  "))
-
-
-def _odd_texts(table: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yield key and text of settings with a line break or the like; keyword arguments may hold any text."""
-    for section, values in table.items():
-        for name, value in values.items():
-            texts = [value] if isinstance(value, str) else value if isinstance(value, tuple) else ()
-            yield from ((f"{section}.{name}", text) for text in texts if has_control(text))

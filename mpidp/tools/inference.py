@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import mpidp
 from mpidp import config as settings
 from mpidp.config import RunConfig
-from mpidp.errors import ConfigError, DataError
+from mpidp.errors import CheckpointError, ConfigError, DataError
 from mpidp.hdf5.batch import Batch
 from mpidp.hdf5.files.describe import describe
 from mpidp.hdf5.loader import HDF5Loader
@@ -26,7 +26,6 @@ from mpidp.printable import listed
 from mpidp.tools.table import Ticker
 from mpidp.train.checkpoint.read import STATE, check_readable, newest_readable, read
 from mpidp.train.components import TRANSFORMS, build_model, field_specs_of, find
-from mpidp.train.ema import Ema
 from mpidp.train.forward import explain
 from mpidp.train.precision import Precision
 from mpidp.train.run import choose_threads
@@ -74,10 +73,14 @@ def load(world: World, place: Path, is_one: bool, config: RunConfig | None) -> T
         module = build_model(config)
         check_model(module.state_dict(), saved["model"], f"checkpoint {path}")
         module.load_state_dict(saved["model"])
-        if config.train.ema_decay:  # which the evaluation takes, too
-            ema = Ema(module, config.train.ema_decay)
-            ema.load_state_dict(saved["others"]["ema"])
-            module = ema.model()
+        averages = saved.get("others", {}).get("ema") if "config" in saved else None
+        if averages is not None:  # which the evaluation took, too
+            module.load_state_dict(averages["model"])
+        elif config.train.ema_decay:
+            raise CheckpointError(
+                f"checkpoint {path} holds no averages, but train.ema_decay = {config.train.ema_decay:g}. Set it to "
+                f"0, or take a checkpoint of a run with averages."
+            )
         module.to(world.device).eval()
         precision = Precision(config.train.precision, world.device)
     world.status.step = saved["step"]

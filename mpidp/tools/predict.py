@@ -18,6 +18,7 @@ from mpidp.printable import listed
 from mpidp.tools import checkpoint as checkpoints
 from mpidp.train.checkpoint.read import best, newest_first
 from mpidp.train.records.starts import run_folders
+from mpidp.validate import validate
 from mpidp.world.record_file import flush_folder
 
 _LAST, _BEST = "last", "best"
@@ -97,7 +98,7 @@ def _find(options: PredictOptions) -> tuple[RunConfig | None, Path, bool]:
     place = options.run
     if place.suffix == ".toml" or place.is_file():
         config = settings.load(place)
-        settings.validate(config)
+        validate(config)
         if options.checkpoint in (_LAST, _BEST):
             place = _newest_folder(config, place)
     found = checkpoints.find(place if options.checkpoint in (_LAST, _BEST) else Path(options.checkpoint))

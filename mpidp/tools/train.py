@@ -16,6 +16,7 @@ from mpidp import toml
 from mpidp.config import RunConfig
 from mpidp.errors import ConfigError
 from mpidp.options import HELP, Arg, parse
+from mpidp.validate import validate
 from mpidp.world import signals
 from mpidp.world.launch import launch_facts
 
@@ -105,7 +106,7 @@ def read_options(words: Sequence[str]) -> TrainOptions:
         raise ConfigError(f"--ranks={options.ranks}; expected a number of ranks, or 0 for those started.")
     if options.ranks and not options.dry_run:
         raise ConfigError("--ranks is for --dry-run; otherwise mpiexec -n or srun -n sets the number of ranks.")
-    settings.validate(options.config)
+    validate(options.config)
     return options
 
 

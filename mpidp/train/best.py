@@ -31,6 +31,7 @@ class Best:
         self.epoch = self.step = -1
         self.epochs_since = 0
         self._last_step = -1
+        self._before: dict[str, Any] | None = None  # the state before the best one
 
     def add(self, validation: Mapping[str, float], epoch: int, step: int) -> None:
         """Adds an evaluation; one of the same step once more, as after a loss of ranks, changes nothing.
@@ -47,12 +48,14 @@ class Best:
             return
         name = self.metric.removeprefix("validation_")
         if name not in validation:
+            found = listed(sorted(set(validation) - {"samples"}))
             raise ConfigError(
-                f"the run asks for the best {self.metric}, and the evaluation has {listed(sorted(validation))} only; "
-                f"an accuracy needs classes. Choose another in checkpoint.best, or train.early_stopping.metric."
+                f"the run asks for the best {self.metric}, and the evaluation has {found} only; an accuracy needs "
+                f"classes. Choose another in checkpoint.best, or train.early_stopping.metric."
             )
-        self._last_step = step
+        before, self._last_step = self.state_dict(), step
         if self._is_better(validation[name]):
+            self._before = before
             self.value, self.epoch, self.step, self.epochs_since = validation[name], epoch, step, 0
         else:
             self.epochs_since += 1
@@ -64,6 +67,11 @@ class Best:
             return True
         gain = value - self.value if self.metric.endswith("accuracy") else self.value - value
         return gain > self.min_delta
+
+    def forget(self) -> None:
+        """Goes back to the best one before, as the checkpoint of this one could not be written."""
+        self.load_state_dict(self._before or Best(self.metric).state_dict())
+        self._before = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds."""

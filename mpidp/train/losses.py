@@ -129,10 +129,12 @@ class ClassLoss:
     def weight_of(self, target: Tensor) -> Tensor:
         """What torch divides the sum by, float64: the sum of the weights of the targets' classes.
 
-        For class probabilities it is the number of samples. Targets that are no class have any weight: the loss raises.
+        For class probabilities (N, C, ...) it is the number of places. Targets that are no class have any weight, as
+        the loss raises.
         """
         if target.is_floating_point():
-            return target.new_tensor(len(target), dtype=torch.float64)
+            places = target.numel() // max(1, target.shape[1]) if target.dim() > 1 else len(target)
+            return target.new_tensor(places, dtype=torch.float64)
         classes = target.long()
         counts = torch.ones_like(classes, dtype=torch.float64)
         if self.ignored is not None:

@@ -17,7 +17,7 @@ from mpidp.train.agreement import check_same
 from mpidp.train.batch_norm import SyncBatchNorm, sync_layers
 from mpidp.train.best import Best
 from mpidp.train.callbacks import Callbacks
-from mpidp.train.checkpoint.read import folder_name
+from mpidp.train.checkpoint.read import MANIFEST, folder_name
 from mpidp.train.checkpoint.saver import Saver, settle
 from mpidp.train.checkpoints import restore
 from mpidp.train.components import (
@@ -138,6 +138,8 @@ class Run:
         self.folder = kept.folder = held or RunFolder.create(config, world)
         if elastic is not None and elastic.restore(self.state):
             metrics_bytes, newest = kept.go_on(world)
+            for follower in self._followers().values():  # ranks may have died while only some had added an evaluation
+                follower.load_state_dict(world.broadcast(follower.state_dict()))
         world.guard.last_words = partial(describe_newest, self.folder.path, self.folder.checkpoints)
         world.status.step = self.step
         is_saved = newest is not None and newest.name == folder_name(self.step)
@@ -257,12 +259,22 @@ class Run:
         """
         if not (followers := self._followers()):
             return
+        self._forget_unwritten()
         validation = self.world.broadcast(self.recorder.last_validation)
         with self.world.raise_on_all_ranks("looking at the evaluation"):
             for follower in followers.values():
                 follower.add(validation, epoch, self.step)
         if self.kept.best is not None and self.kept.best.step == self.step:
             self.save(epoch)
+
+    def _forget_unwritten(self) -> None:
+        """Goes back to the best before, if the checkpoint of the best one could not be written. Collective."""
+        best = self.kept.best
+        if best is None or best.step < 0 or self.saver.step_on_its_way == best.step:
+            return
+        place = self.folder.checkpoints / folder_name(best.step) / MANIFEST
+        if not self.world.call_on_root(place.exists):
+            best.forget()
 
     def why_over(self) -> str:
         """Why training stops before its last epoch, in words; "" if it does not."""

@@ -46,7 +46,7 @@ def warmup_cosine(
         if steps_done < warmup_steps:
             return (steps_done + 1) / warmup_steps
         share = min(1.0, (steps_done - warmup_steps) / (total_steps - warmup_steps))
-        lowest = min_lr / highest
+        lowest = min_lr / float(optimizer.param_groups[0].get("initial_lr", highest))  # a resumed run keeps its own
         return lowest + (1 - lowest) * (1 + math.cos(math.pi * share)) / 2
 
     return LambdaLR(optimizer, factor)

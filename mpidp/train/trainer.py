@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mpidp.config import RunConfig
+from mpidp.errors import ConfigError
 from mpidp.hdf5.batch import Batch
 from mpidp.train.agreement import check_same
 from mpidp.train.batch_norm import SyncBatchNorm
@@ -130,7 +131,11 @@ class Trainer:
             result = self.recorder.last_validation
             self.recorder.progress.line(describe_epoch(epoch, self.config.train.epochs, self.run.step, result))
             self.run.callbacks.on_epoch(self, epoch, self.recorder.newest())
-            self.run.follow(epoch)
+            try:
+                self.run.follow(epoch)
+            except ConfigError:  # on all ranks: what the epoch has learnt stays
+                self.run.save(epoch)
+                raise
             self._save_after(epoch)
         if (why := self.run.why_over()) and not self.stopped:
             self.world.log_once(f"{why} (train.early_stopping)")
@@ -220,7 +225,8 @@ class Trainer:
         """
         precision, clip_norm = self.run.precision, self.config.train.clip_norm
         precision.scaler.unscale_(self.optimizer)
-        is_recorded = _is_due(self.config.log.every_steps, self.run.step + 1) or self.loader.remaining_steps == 0
+        steps = (self.config.log.every_steps, self.config.checkpoint.every_steps)
+        is_recorded = self.loader.remaining_steps == 0 or any(_is_due(every, self.run.step + 1) for every in steps)
         norm = None
         if clip_norm or is_recorded:
             gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]

@@ -113,7 +113,9 @@ TABLE: dict[str, dict[str, Run | Elsewhere | NotHere]] = {
         "python3 -m venv .venv && source .venv/bin/activate": Run(
             "/new/bin/python", ((".venv", "new"), ("activate", "activate && command -v python"))
         ),
-        "pip install '.[codecs]'": NotHere("needs a package registry; tests/unit/test_package.py installs the wheel without one"),
+        "pip install '.[codecs]'": NotHere(
+            "needs a package registry; tests/unit/test_package.py installs the wheel without one"
+        ),
         "mpidp train jobs/digits.toml --dry-run --ranks 8": Elsewhere(f"{SLURM_PAGES}::test_ten_lines"),
         "srun --mpi=list": Elsewhere(f"{SLURM_PAGES}::test_ten_lines"),
         "mpidp submit jobs/digits.toml --nodes 2 --gpus-per-node 4 --time 1:00:00 --mpi pmix --requeue "

@@ -1,17 +1,23 @@
 """The best checkpoint and early stopping: which value counts, what stays on the disk, and a resume in the middle."""
 
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from small_runs import losses, records, small_config, small_run, weights
+from torch import nn
 
-from mpidp.config import validate
 from mpidp.errors import CheckpointError, ConfigError
 from mpidp.train.best import Best
+from mpidp.train.checkpoint import saver
 from mpidp.train.checkpoint.read import best, load, newest_first
+from mpidp.train.checkpoint.saver import Saver
 from mpidp.train.records.recorder import Recorder
+from mpidp.validate import validate
+from mpidp.world.world import World
 
 
 def of(*values: float, metric: str = "validation_loss", min_delta: float = 0.0) -> Best:
@@ -93,6 +99,54 @@ def test_the_best_is_saved_though_no_save_is_due(tmp_path: Path, monkeypatch: py
     give_losses(monkeypatch, [3, 1, 2, 2])
     run = small_run(tmp_path, train__epochs=4, checkpoint__best="validation_loss", checkpoint__every_epochs=0)
     assert [path.name for path in newest_first(run / "checkpoints")] == ["step_00000010", "step_00000005"]
+
+
+def test_a_best_one_that_could_not_be_written_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else no later one would stay, as its value is never reached again."""
+    give_losses(monkeypatch, [3, 1, 2, 4])
+    write = saver.write_parts
+
+    def write_parts(place: Path, *args: Any) -> Any:
+        if "step_00000010" in place.name:
+            raise CheckpointError("no room")
+        return write(place, *args)
+
+    monkeypatch.setattr(saver, "write_parts", write_parts)
+    changes = {"checkpoint__best": "validation_loss", "checkpoint__keep": 1, "checkpoint__on_failure": "warn"}
+    folder = small_run(tmp_path, train__epochs=4, **changes) / "checkpoints"
+    assert best(folder) == folder / "step_00000015"
+
+
+def test_marking_waits_for_no_write(tmp_path: Path) -> None:
+    """The checkpoint that is being written is published with the link."""
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def shared() -> dict[str, Any]:
+        return {"x": torch.zeros(1)}
+
+    found = Saver(World.alone(), tmp_path, keep=1)
+    found._thread.submit(lambda: (begun.set(), goes_on.wait(60)))
+    assert begun.wait(60)
+    found.save(5, shared, dict)
+    found.mark_best(5)
+    assert found.is_busy
+    goes_on.set()
+    found.finish()
+    found.close()
+    assert best(tmp_path).name == "step_00000005"
+
+
+def test_an_epoch_is_saved_before_a_metric_is_missed(tmp_path: Path) -> None:
+    """A regression has no accuracy, which only the first evaluation shows."""
+    changes = {"checkpoint__best": "validation_accuracy", "loss__name": "mse_loss", "model__name": f"{__name__}:row"}
+    with pytest.raises(ConfigError, match="best validation_accuracy, and the evaluation has loss only"):
+        small_run(tmp_path, **changes)
+    assert [path.name for path in newest_first(tmp_path / "runs" / "run" / "checkpoints")] == ["step_00000005"]
+
+
+def row(**_: Any) -> nn.Module:
+    """A model that predicts one number a sample, as the target is."""
+    return nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
 
 
 def test_no_best(tmp_path: Path) -> None:

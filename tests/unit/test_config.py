@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mpidp import config, toml
 from mpidp.config import DataSection, ModelSection, RunConfig
 from mpidp.errors import ConfigError
+from mpidp.validate import validate
 
 VALID = RunConfig(data=DataSection(train=("a.h5",)), model=ModelSection("mlp"))
 
@@ -85,9 +86,9 @@ def test_what_is_not_a_text_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_defaults_are_valid_once_data_and_model_are_named() -> None:
-    config.validate(VALID)
+    validate(VALID)
     with pytest.raises(ConfigError) as caught:
-        config.validate(RunConfig())
+        validate(RunConfig())
     assert "data.train" in str(caught.value)
     assert "model.name" in str(caught.value)
 
@@ -141,17 +142,17 @@ def test_defaults_are_valid_once_data_and_model_are_named() -> None:
 def test_a_value_out_of_range_is_refused_by_name(section: str, key: str, value: object) -> None:
     changed = replace(VALID, **{section: replace(getattr(VALID, section), **{key: value})})
     with pytest.raises(ConfigError, match=rf"{section}\.{key}"):
-        config.validate(changed)
+        validate(changed)
 
 
 def test_two_sources_of_validation_samples_are_refused() -> None:
     data = DataSection(train=("a",), validation=("b",), validation_fraction=0.1)
     with pytest.raises(ConfigError, match="both set"):
-        config.validate(replace(VALID, data=data))
+        validate(replace(VALID, data=data))
 
 
 def test_module_function_names_are_allowed() -> None:
-    config.validate(replace(VALID, model=ModelSection("my.package.nets:Net.make")))
+    validate(replace(VALID, model=ModelSection("my.package.nets:Net.make")))
 
 
 def test_every_number_and_name_has_a_check() -> None:
@@ -201,3 +202,16 @@ def test_not_a_number_survives_its_text() -> None:
 )
 def test_a_command_line_value_is_read_as_toml_or_is_a_string(text: str, value: object) -> None:
     assert toml.parse_value(text) == value
+
+
+@pytest.mark.parametrize(
+    ("train", "said"),
+    [
+        ({"precision": "fp16"}, 'train.precision is "fp16", but reduce.reducer is null'),
+        ({"callbacks": {"a": {"name": "no_colon"}}}, 'expected a name = "module:Class" in each table'),
+        ({"callbacks": {"a": {}}}, 'expected a name = "module:Class" in each table'),
+    ],
+)
+def test_what_ranks_or_callbacks_cannot_be(train: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        validate(replace(config.from_dict({"train": train, "reduce": {"reducer": "null"}}), data=VALID.data))

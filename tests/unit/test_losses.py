@@ -219,3 +219,11 @@ def test_targets_of_torchs_ignored_class_are_refused_unless_the_run_file_says_so
 def test_arguments_that_are_refused(name: str, arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         build_loss(LossSection(name, arguments))
+
+
+def test_weights_of_classes_with_probabilities_of_sequences_divide_as_torch_does() -> None:
+    scores, weight = torch.randn(4, 3, 5, generator=GENERATOR), torch.tensor([1.0, 2.0, 3.0])
+    shares = torch.softmax(torch.randn(4, 3, 5, generator=GENERATOR), 1)
+    loss = ClassLoss(F.cross_entropy, weight)
+    found = loss(scores, shares) * len(shares) / loss.weight_of(shares)
+    assert float(found) == pytest.approx(float(F.cross_entropy(scores, shares, weight)), rel=1e-6)

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # the name every PyTorch program gives it
 
 import mpidp
-from mpidp.config import RunConfig, from_dict, validate
+from mpidp.config import RunConfig, from_dict
 from mpidp.errors import CheckpointError, ConfigError, MpidpError
 from mpidp.train.losses import LOSSES
 from mpidp.train.precision import Precision
+from mpidp.validate import validate
 
 CPU = torch.device("cpu")
 

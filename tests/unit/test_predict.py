@@ -84,6 +84,22 @@ def test_a_chosen_checkpoint(run: Path, folder: Path, tmp_path: Path, by_file: b
     assert not np.array_equal(written(output), plain_loop(folder, weights(run)))
 
 
+def test_averages_are_those_of_the_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever the run file says; one that asks for averages that are not there is refused."""
+    averaged = small_run(tmp_path, model__arguments={"kind": "batch_norm"}, train__ema_decay=0.5)
+    state = torch.load(newest(averaged / "checkpoints")[0] / "state.pt", weights_only=True)
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(to_toml(small_config(tmp_path, model__arguments={"kind": "batch_norm"})))
+    words = [str(run_file), f"--checkpoint={newest(averaged / 'checkpoints')[0]}"]
+    assert main(["predict", *words, f"--output={tmp_path / 'out.h5'}"]) == 0
+    assert np.array_equal(written(tmp_path / "out.h5"), plain_loop(tmp_path, state["others"]["ema"]["model"]))
+
+    plain = small_run(tmp_path, model__arguments={"kind": "batch_norm"})
+    run_file.write_text(to_toml(small_config(tmp_path, model__arguments={"kind": "batch_norm"}, train__ema_decay=0.5)))
+    words = [str(run_file), f"--checkpoint={newest(plain / 'checkpoints')[0]}", f"--output={tmp_path / 'other.h5'}"]
+    assert "holds no averages, but train.ema_decay = 0.5" in refused(words, 1, capsys)
+
+
 def test_a_run_file_means_its_newest_run(folder: Path, run: Path, tmp_path: Path) -> None:
     run_file = tmp_path / "run.toml"
     run_file.write_text(to_toml(small_config(folder, model__arguments={"kind": "batch_norm"})))

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from small_runs import records, small_run
 from torch import nn
 
-from mpidp.config import RunConfig, SchedulerSection, from_dict, to_toml, validate
+from mpidp.config import RunConfig, SchedulerSection, from_dict, to_toml
 from mpidp.errors import CheckpointError, ConfigError
 from mpidp.train.components import build_scheduler, ignored_settings
+from mpidp.validate import validate
 
 
 def rates(total: int, section: dict[str, Any], steps: int, lr: float = 0.5) -> list[float]:
@@ -72,6 +73,14 @@ def test_a_longer_run_takes_the_longer_schedule(tmp_path: Path) -> None:
     before = to_toml(RunConfig(scheduler=SchedulerSection("warmup_cosine", {"warmup_steps": 1})))
     assert ignored_settings(RunConfig(scheduler=SchedulerSection("warmup_cosine")), before) == []
     assert ignored_settings(RunConfig(scheduler=SchedulerSection("StepLR")), before) != []
+
+
+def test_a_resumed_run_ends_at_the_lowest_rate_though_the_run_file_has_another_highest_one(tmp_path: Path) -> None:
+    schedule = {"scheduler__name": "warmup_cosine", "scheduler__arguments": {"min_lr": 0.001}, "log__every_steps": 1}
+    folder = small_run(tmp_path, train__epochs=1, optimizer__lr=0.1, **schedule)
+    small_run(tmp_path, resume=folder, train__epochs=2, optimizer__lr=0.01, **schedule)
+    expected = small_run(tmp_path, train__epochs=2, optimizer__lr=0.1, **schedule)
+    assert records(folder, "train")[-1]["lr"] == records(expected, "train")[-1]["lr"] < 0.01
 
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0])

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import mpidp
-from mpidp.config import from_dict, validate
+from mpidp.config import from_dict
 from mpidp.errors import ConfigError, MpidpError
 from mpidp.train.batch_norm import sync_layers
+from mpidp.validate import validate
 
 LAYERS: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
     "1d": (nn.BatchNorm1d, (5, 3)),

@@ -183,17 +183,24 @@ class Saver:
     def mark_best(self, step: int) -> None:
         """Points the link `best` to the checkpoint of a step that is saved already, if it still exists. Collective.
 
+        One that is still being written is published with the link, without waiting for it.
+
         Raises:
-            CheckpointError: as `save` does; or the link cannot be written.
+            CheckpointError: as `save` does; or the link cannot be written, and `on_failure` is "stop".
         """
+        current = self._current
+        if current is not None and current.step == step and (current.is_best or not current.publishes):
+            current.is_best = True
+            return
         self.finish()
-        final = self.folder / folder_name(step)
-        with self.world.raise_on_all_ranks("marking the best checkpoint"):
-            try:
-                if self.world.rank == 0 and (final / MANIFEST).exists():
-                    point_to(final, BEST)
-            except OSError as error:
-                raise as_checkpoint_error(error, final) from error
+        try:
+            with self.world.raise_on_all_ranks("marking the best checkpoint"):
+                if self.world.rank == 0:
+                    _link_best(self.folder / folder_name(step))
+        except CheckpointError as error:
+            if self.on_failure == "stop":
+                raise
+            self.world.log_once(f"{error}\n  Training goes on without it (checkpoint.on_failure).")
 
     def leave(self, error: BaseException) -> None:
         """Completes the checkpoint when training ends by an error, if all ranks take part.
@@ -300,6 +307,14 @@ def settle(world: World, folder: Path, step: int) -> Path | None:
         return False
 
     return final if world.call_on_root(is_complete) else None
+
+
+def _link_best(final: Path) -> None:
+    try:
+        if (final / MANIFEST).exists():
+            point_to(final, BEST)
+    except OSError as error:
+        raise as_checkpoint_error(error, final) from error
 
 
 def _done() -> "Future[Files]":

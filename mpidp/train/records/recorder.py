@@ -249,11 +249,10 @@ class Recorder:
     def record_validation(self, step: int, epoch: int, tally: Tally) -> None:
         """Records an evaluation. Collective; raises as `record_training` does."""
         self.last_validation = tally.total(self.world)
-        if epoch == self._last_epoch:
-            return  # evaluated once more, as ranks were lost in the first evaluation
-        self._last_epoch = epoch
-        self._write({"kind": "validation", "step": step, "epoch": epoch, **self.last_validation})
-        self._tell_failures()
+        if epoch != self._last_epoch:  # else evaluated once more, as ranks were lost in the first evaluation
+            self._last_epoch = epoch
+            self._write({"kind": "validation", "step": step, "epoch": epoch, **self.last_validation})
+        self._tell_failures()  # on all ranks, as not all may know of the first evaluation
 
     def record_lost_ranks(self, step: int, epoch: int, lost: LostRanks) -> None:
         """Records ranks that died, each of them once. Not collective."""
