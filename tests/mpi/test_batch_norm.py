@@ -1,5 +1,8 @@
 """Running statistics of batch norm, combined over ranks by sample counts."""
 
+from typing import cast
+
+import pytest
 import torch
 from mpi_helpers import same_bits
 from torch import Tensor, nn
@@ -82,6 +85,17 @@ def test_no_samples_anywhere_changes_nothing(world: mpidp.World) -> None:
     before = statistics(module)
     combine_statistics(module, world, 0)
     assert all(torch.equal(*pair) for pair in zip(before, statistics(module), strict=True))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [nn.Linear(2, 2), nn.BatchNorm1d(3, track_running_stats=False), nn.InstanceNorm1d(3)],
+    ids=["none", "no running statistics", "instance norm"],
+)
+def test_nothing_to_combine_communicates_nothing(world: mpidp.World, module: nn.Module) -> None:
+    """Behaviour 17: modules without running statistics."""
+    silent = type("Silent", (), {"size": world.size})()  # any other use of it fails
+    combine_statistics(module, cast(mpidp.World, silent), 3)
 
 
 def test_forward_communicates_nothing(world: mpidp.World) -> None:

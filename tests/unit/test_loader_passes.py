@@ -160,6 +160,20 @@ def test_drop_last(paths: list[Path], shuffle: Shuffle, size: int) -> None:
             assert len(loader.dataset) == ROWS
 
 
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_resume_with_drop_last_where_no_step_is_left(paths: list[Path], shuffle: Shuffle) -> None:
+    """Behaviour 25: fewer unseen samples than another global batch takes, so the next epoch begins."""
+    loader = make(paths, shuffle=shuffle, drop_last=True)
+    rows(batch for _, batch in zip(range(4), loader, strict=False))
+    state = loader.state_dict()
+    assert (state["epoch"], state["position"]) == (0, 128)
+    other = make(paths, shuffle=shuffle, global_batch=40, drop_last=True)
+    other.load_state_dict(state)
+    assert other.remaining_steps == 0
+    assert [batch.global_size for batch in other] == [40] * 3
+    assert (other.epoch, other.position) == (2, 0)
+
+
 def test_a_second_pass_ends_the_first(paths: list[Path]) -> None:
     loader = make(paths)
     first = iter(loader)
