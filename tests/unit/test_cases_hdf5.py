@@ -1,23 +1,20 @@
 """Troubles that users of HDF5 loaders reported, each a file made here: exact values, or an error that says what to do.
 
-Held elsewhere: pickled handles (`test_hdf5_file`: chunks follow ... pickles the table), a page read wrongly, errors
-of network file systems, never written chunks, offsets beyond 32 bits and tables of many chunks (`test_locate`), files
-open for writing, truncated, of unequal lengths, scalars, empty datasets, variable lengths, references, missing plugins
-(`test_hdf5_file`: wrong files), lists of indices and byte order (`test_matrix`), unsigned integers (`test_convert`),
-samples along the last axis (`test_field`), permutations of 10^10 rows (`test_order`), unequal step counts and padded
-evaluation (`test_modes` on several ranks), growing memory (`test_soak`), large chunks read for single rows
-(`test_budget`), pinned memory (`test_device_copy`), a spawned worker that imports MPI (`test_loader_passes`: an open
-pass).
+Held elsewhere: pickled handles (`test_hdf5_file`: chunks follow ... pickles the table), a page read wrongly and errors
+of network file systems (`test_rows`), more files than may be open (`test_open_files`), never written chunks, offsets
+beyond 32 bits and tables of many chunks (`test_locate`), files open for writing, truncated, of unequal lengths,
+scalars, empty datasets, variable lengths, references, missing plugins (`test_hdf5_file`: wrong files), lists of indices
+and byte order (`test_matrix`), unsigned integers (`test_convert`), samples along the last axis (`test_field`),
+permutations of 10^10 rows (`test_order`), unequal step counts and padded evaluation (`test_modes` on several ranks),
+growing memory (`test_soak`), large chunks read for single rows (`test_budget`), pinned memory (`test_device_copy`), a
+spawned worker that imports MPI (`test_loader_passes`: an open pass).
 """
 
-import errno
 import fcntl
 import os
-import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -207,55 +204,6 @@ def test_no_such_object_in_a_group(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"a\.h5"):
             describe(path, (name,))
     assert all_rows(path, "/train/labels").tolist() == [0, 0, 0]
-
-
-@pytest.fixture
-def few_descriptors() -> Iterator[int]:
-    """How many files this process may open, which is not many."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = len(os.listdir("/proc/self/fd")) + 40
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
-    yield most
-    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
-@pytest.mark.parametrize("options", [{}, {"scaleoffset": 0, "chunks": (2,)}], ids=["fast path", "slow path"])
-@pytest.mark.filterwarnings("ignore:.*is read by HDF5, one thread at a time")
-def test_too_many_open_files(tmp_path: Path, few_descriptors: int, options: dict[str, Any]) -> None:
-    """More files than may be open: they are opened in turn, and rows are right."""
-    paths = []
-    for number in range(150):
-        paths.append(tmp_path / f"{number}.h5")
-        with h5py.File(paths[-1], "w") as file:
-            file.create_dataset("x", data=np.arange(4) + 4 * number, **options)
-    loader = HDF5Loader(paths, ("x",), 16, streams=20)
-    for _ in range(2):
-        rows = []
-        for batch in loader:
-            np.testing.assert_array_equal(batch.x, batch.indices)
-            rows += batch.indices.tolist()
-        assert sorted(rows) == list(range(600))
-    loader.close()
-
-
-def test_no_descriptor_is_left(tmp_path: Path) -> None:
-    """Errno 24 is named, with the limit to raise."""
-    path = write(tmp_path / "a.h5", x=np.arange(5))
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken = [os.open("/dev/null", os.O_RDONLY)]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0] + 20, limits[1]))
-    try:
-        while True:
-            taken.append(os.open("/dev/null", os.O_RDONLY))
-    except OSError as error:
-        assert error.errno == errno.EMFILE
-    try:
-        with pytest.raises(DataError, match=r"a\.h5: too many open files; raise the limit \(ulimit -n\)"):
-            describe(path, ("x",))
-    finally:
-        for descriptor in taken:
-            os.close(descriptor)
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_file_that_this_release_rejects(tmp_path: Path) -> None:

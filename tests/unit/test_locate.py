@@ -1,6 +1,5 @@
 """Where the bytes of datasets lie, in files of every layout; what goes the slow path, and why. Values equal h5py's."""
 
-import errno
 import os
 from contextlib import closing
 from pathlib import Path
@@ -13,7 +12,6 @@ from hdf5_rows import all_rows, low_level, read_rows, same_as_h5py
 
 from mpidp.errors import DataError
 from mpidp.hdf5 import decode
-from mpidp.hdf5.decode import RawFiles
 from mpidp.hdf5.field import FieldSpec
 from mpidp.hdf5.files import locate
 from mpidp.hdf5.files.describe import describe
@@ -332,71 +330,6 @@ def test_rows_behind_four_gibibytes(tmp_path: Path) -> None:
     dataset = describe(path, ("x",))
     assert dataset.files[0].slow == ("",)
     np.testing.assert_array_equal(read_rows(dataset, 4997, 4999), [np.zeros(2**20), np.arange(2**20) % 251])
-
-
-def test_few_descriptors(tmp_path: Path) -> None:
-    """Behaviour 28: the number of open files is bounded, and bytes are those of the file that was asked for."""
-    paths = [tmp_path / f"{number}.bin" for number in range(9)]
-    for number, path in enumerate(paths):
-        path.write_bytes(bytes([number]) * 10)
-    before = len(os.listdir("/proc/self/fd"))
-    with closing(RawFiles(most_open=3)) as files:
-        into = np.empty(4, np.uint8)
-        for number in [*range(9), *range(9)]:
-            files.read(str(paths[number]), 2, into)
-            assert (into == number).all()
-            assert len(os.listdir("/proc/self/fd")) <= before + 3
-        with pytest.raises(DataError, match=r"8\.bin: ends at byte 10, where 2 more were expected"):
-            files.read(str(paths[8]), 8, into)
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-@pytest.mark.parametrize(
-    ("failures", "number", "works"), [(2, errno.EIO, True), (2, errno.ESTALE, True), (9, errno.EIO, False)]
-)
-def test_read_errors_that_may_pass(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int, number: int, works: bool
-) -> None:
-    """Behaviour 29: a bounded number of attempts, each with the file opened anew; then file, dataset and rows."""
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        file.create_dataset("x", data=np.arange(10), chunks=(5,))
-    dataset = describe(tmp_path / "a.h5", ("x",))
-    left, opened, pauses = [failures], [], []
-    real_read, real_open = os.preadv, os.open
-
-    def read(*arguments: Any) -> int:
-        left[0] -= 1
-        if left[0] >= 0:
-            raise OSError(number, os.strerror(number))
-        return real_read(*arguments)
-
-    monkeypatch.setattr("mpidp.hdf5.decode.os.preadv", read)
-    monkeypatch.setattr("mpidp.hdf5.decode.os.open", lambda *a: opened.append(a) or real_open(*a))
-    monkeypatch.setattr("mpidp.hdf5.decode.time.sleep", pauses.append)
-    if works:
-        assert read_rows(dataset).tolist() == list(range(10)) and len(opened) == failures + 1 == len(pauses) + 1
-    else:
-        with pytest.raises(DataError, match=r'a\.h5: dataset "x", rows 0 to 9: \[Errno 5\]'):
-            read_rows(dataset)
-        assert len(pauses) <= 3
-
-
-def test_a_page_that_was_wrong_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behaviour 29: what cannot be decoded is read once more before it is called damaged."""
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        file.create_dataset("x", data=np.arange(10), chunks=(5,), compression="gzip", fletcher32=True)
-    dataset = describe(tmp_path / "a.h5", ("x",))
-    real, turns = os.preadv, [0]
-
-    def read(descriptor: int, buffers: list[Any], offset: int) -> int:
-        count = real(descriptor, buffers, offset)
-        turns[0] += 1
-        if turns[0] == 1:
-            buffers[0][0] ^= 1
-        return count
-
-    monkeypatch.setattr("mpidp.hdf5.decode.os.preadv", read)
-    assert read_rows(dataset).tolist() == list(range(10)) and turns[0] >= 2
 
 
 def test_two_readers_of_values_whose_imaginary_part_comes_first(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
-"""Rows of fields whose chunks differ in height, and decoded blocks that are kept: the values of h5py, once decoded."""
+"""Rows of fields whose chunks differ in height: the values of h5py; blocks decoded once; failed reads tried again."""
 
+import errno
+import os
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +12,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from hdf5_rows import read_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -151,3 +154,51 @@ def test_a_cache_makes_each_value_once() -> None:
     assert cache.get("a", lambda: "new") == "new"
     for value in ("longer than all", "again"):  # what is larger than the cache is not kept
         assert cache.get("d", lambda value=value: value) == value
+
+
+@pytest.mark.parametrize(
+    ("failures", "number", "works"), [(2, errno.EIO, True), (2, errno.ESTALE, True), (9, errno.EIO, False)]
+)
+def test_read_errors_that_may_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int, number: int, works: bool
+) -> None:
+    """Behaviour 29: a bounded number of attempts, each with the file opened anew; then file, dataset and rows."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", data=np.arange(10), chunks=(5,))
+    dataset = describe(tmp_path / "a.h5", ("x",))
+    left, opened, pauses = [failures], [], []
+    real_read, real_open = os.preadv, os.open
+
+    def read(*arguments: Any) -> int:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(number, os.strerror(number))
+        return real_read(*arguments)
+
+    monkeypatch.setattr("mpidp.hdf5.decode.os.preadv", read)
+    monkeypatch.setattr("mpidp.hdf5.decode.os.open", lambda *a: opened.append(a) or real_open(*a))
+    monkeypatch.setattr("mpidp.hdf5.decode.time.sleep", pauses.append)
+    if works:
+        assert read_rows(dataset).tolist() == list(range(10)) and len(opened) == failures + 1 == len(pauses) + 1
+    else:
+        with pytest.raises(DataError, match=r'a\.h5: dataset "x", rows 0 to 9: \[Errno 5\]'):
+            read_rows(dataset)
+        assert len(pauses) <= 3
+
+
+def test_a_page_that_was_wrong_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behaviour 29: what cannot be decoded is read once more before it is called damaged."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", data=np.arange(10), chunks=(5,), compression="gzip", fletcher32=True)
+    dataset = describe(tmp_path / "a.h5", ("x",))
+    real, turns = os.preadv, [0]
+
+    def read(descriptor: int, buffers: list[Any], offset: int) -> int:
+        count = real(descriptor, buffers, offset)
+        turns[0] += 1
+        if turns[0] == 1:
+            buffers[0][0] ^= 1
+        return count
+
+    monkeypatch.setattr("mpidp.hdf5.decode.os.preadv", read)
+    assert read_rows(dataset).tolist() == list(range(10)) and turns[0] >= 2
