@@ -65,7 +65,7 @@ def load(world: World, place: Path, is_one: bool, config: RunConfig | None) -> T
     else:
         path, passed_over = newest_readable(world, place)
     for line in passed_over:
-        world.log_once(f"passed over a newer checkpoint: {line}")
+        world.log_once(f"skipped a newer checkpoint: {line}")
     with world.raise_on_all_ranks("building the model"):
         saved = read(path, STATE)
         config = config or _config_of(saved, path)
