@@ -7,7 +7,7 @@ from mpidp.errors import SHARED_MARK, ConfigError, MpidpError
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # A scale that is halved again and again means that no scale helps. It begins at 65,536.
-_LEAST_SCALE = 1e-4
+_FIRST_SCALE, _LEAST_SCALE = 2.0**16, 1e-4
 
 
 def parameter_dtype(precision: str) -> torch.dtype:
@@ -34,7 +34,7 @@ class Precision:
         self.dtype = parameter_dtype(name)
         self._device_type = device.type
         self._autocast = _AUTOCAST.get(name)
-        self.scaler = GradScaler(device.type, enabled=name == "fp16")
+        self.scaler = GradScaler(device.type, init_scale=_FIRST_SCALE, enabled=name == "fp16")
         if name == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
             raise ConfigError('train.precision = "bf16": this GPU cannot compute in it. Set "fp16" or "float32".')
 

@@ -37,9 +37,11 @@ def test_a_run_is_resumed_exactly(world: mpidp.World, mpi_tmp_path: Path, precis
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 2**-7), ("fp16", 2**-9), ("float64", 1e-6)])
 def test_losses_are_near_those_of_float32(
-    world: mpidp.World, mpi_tmp_path: Path, precision: str, tolerance: float
+    world: mpidp.World, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, tolerance: float
 ) -> None:
     """Steps and losses, norms and the evaluation; scaling changes none of them."""
+    # With torch's first scale the share of some rank of four overflows, and the first step is left out.
+    monkeypatch.setattr("mpidp.train.precision._FIRST_SCALE", 2.0**10)
     changes = {"train__micro_batch": 2, "train__clip_norm": 0.5, "optimizer__name": "SGD"}
     full = run(world, mpi_tmp_path, **changes)
     short = run(world, mpi_tmp_path, train__precision=precision, **changes)
