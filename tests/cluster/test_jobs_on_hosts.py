@@ -17,7 +17,7 @@ RUN_FILE = """
 data = { train = "data/digits.h5", validation_fraction = 0.2, global_batch = 64 }
 model = { name = "mlp" }
 optimizer = { lr = 3e-3 }
-train = { epochs = 1, dtype = "float64" }
+train = { epochs = 1, precision = "float64" }
 checkpoint = { every_epochs = 0 }
 log = { every_steps = 1, trace_steps = 5 }
 """

@@ -95,7 +95,7 @@ def place(tmp_path: Path) -> Path:
         data = {train = "data.h5", validation = "held_out.h5", global_batch = 13}
         model = {name = "own:net"}
         optimizer = {name = "SGD", lr = 0.05, arguments = {momentum = 0.9}}
-        train = {epochs = 2, dtype = "float64", on_end = "own:on_end"}
+        train = {epochs = 2, precision = "float64", on_end = "own:on_end"}
         log = {every_steps = 1}
         """)
     return tmp_path

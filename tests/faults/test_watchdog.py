@@ -117,7 +117,7 @@ def test_a_rank_that_is_stopped_in_the_end_of_mpi(tmp_path: Path, rank: int) -> 
     result = run(tmp_path, "", before=STOP_AT_END.format(rank=rank))
     assert result.code != 0
     assert result.stdout.count("end of rank") == 3
-    assert "Timeout (0:00:0" in result.output and " in finalize\n" in result.output
+    assert "Timeout (0:00:0" in result.output and " in _finalize\n" in result.output
 
 
 def test_a_rank_may_work_alone_when_the_others_have_left(tmp_path: Path) -> None:
