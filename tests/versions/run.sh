@@ -32,8 +32,9 @@ try() { # NAME REQUIREMENT...: install, import, train on 2 ranks, resume on 3
   shift
   "$PYTHON" -m venv "$folder/$name"
   "$bin/pip" install --quiet "$(pinned torch)" "$(pinned mpich)" # bare torch would bring another build
-  # PyPI has the oldest mpi4py as source only: it is compiled against the MPI of the environment, as on a cluster.
-  MPICC=$bin/mpicc CFLAGS=-O0 "$bin/pip" install --quiet "$@" "$wheel"
+  # PyPI has the oldest mpi4py as source only: it is compiled against the MPI of the environment, as on a cluster, and
+  # must not come from pip's cache, as it holds the path of that MPI.
+  MPICC=$bin/mpicc CFLAGS=-O0 "$bin/pip" install --quiet --no-cache-dir "$@" "$wheel"
   "$bin/pip" list 2>/dev/null | grep -iE '^(torch|numpy|h5py|mpi4py|mpich) ' | xargs echo "$name:"
   mkdir "$folder/$name/job"
   cp -r jobs data "$folder/$name/job"
