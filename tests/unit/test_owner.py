@@ -161,12 +161,13 @@ def _no_links(source: Path, target: Path) -> None:
 
 def test_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TOUCH_S", 0.01)
+    before = set(threading.enumerate())  # other tests leave owners that never end
     owner = Owner(tmp_path, {})
     owner.claim()
     os.utime(owner.path, (0, 0))
     wait_for(lambda: owner.path.stat().st_mtime > 1e9)
     owner.release()
-    wait_for(lambda: all(thread.name != "mpidp-owner" for thread in threading.enumerate()))
+    wait_for(lambda: all(thread.name != "mpidp-owner" for thread in set(threading.enumerate()) - before))
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
